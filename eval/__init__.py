@@ -1,0 +1,1 @@
+"""Quality and speed measurements, imported as `kvjax.eval`."""

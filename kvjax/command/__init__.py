@@ -1,0 +1,1 @@
+"""What the command lines share: options, prompts, output, interrupts and exit codes."""

@@ -1,0 +1,60 @@
+"""From the options of the decode command to the arguments of the library."""
+
+from typing import Any
+
+import kvjax
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.prompts import Row, read_prompt, read_rows, text_row
+from kvjax.errors import ModelError, UsageError
+from kvjax.fetch_model import default_model_path
+
+
+def read_input(config: DecodeConfig) -> list[Row]:
+    """The prompts that the options name.
+
+    Raises:
+        UsageError: there are none, or they cannot be read.
+    """
+    if config.prompts:
+        return read_rows(config.prompts)
+    if config.prompt_file:
+        return [read_prompt(config.prompt_file, "--prompt-file")]
+    if config.prompt == "-":
+        return [read_prompt("-", "--prompt")]
+    if config.prompt is None:
+        raise UsageError("no prompt: give --prompt, --prompt-file or --prompts")
+    return [text_row(config.prompt, "--prompt")]
+
+
+def model_source(config: DecodeConfig) -> str:
+    """What to load: the model that is named, else the demo model.
+
+    Raises:
+        ModelError: there is neither.
+    """
+    source = config.model or default_model_path()
+    if source is None:
+        raise ModelError(
+            "no model: get the demo model with `python -m kvjax.fetch_model smollm2`, or name one "
+            "with --model"
+        )
+    return str(source)
+
+
+def stream_options(config: DecodeConfig) -> dict[str, Any]:
+    """What the options mean to ``kvjax.stream``."""
+    recipe = {"full": kvjax.recipes.full}[config.method](config.page_size)
+    return {
+        "recipe": recipe,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": 0.0 if config.greedy else config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "min_p": config.min_p,
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "system_prompt": config.system_prompt,
+        "chat": config.chat_template,
+        "thinking": {"on": True, "off": False, "auto": None}[config.thinking],
+        "repetition_stop": config.repetition_stop,
+    }

@@ -1,0 +1,197 @@
+"""One table of options, filled from a YAML file and from flags, which win.
+
+The table is a frozen dataclass whose fields are made by ``option``. A field's type says what its
+value may be: ``str``, ``int``, ``float``, ``bool``, a ``Literal`` of strings, or any of these or
+None.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.command.yaml_file import read_yaml
+from kvjax.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its type and default.
+
+    Attributes:
+        help: one line for ``--help``.
+        flags: spellings beside ``--its-name``.
+        group: options of one group are alternatives: one at most is given, and one given as a flag
+            replaces any of the file.
+        minimum: the smallest allowed number, or the bound that it must exceed if ``exclusive``.
+        maximum: the largest allowed number.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    group: str | None = None
+    minimum: float | None = None
+    exclusive: bool = False
+    maximum: float | None = None
+
+
+def option(default: Any, help: str, *flags: str, **bounds: Any) -> Any:
+    """A field of an options table; the rest as in ``Option``."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, flags, **bounds)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One option of a table, resolved."""
+
+    name: str
+    default: Any
+    type: type
+    choices: tuple[str, ...] | None
+    optional: bool
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def entries(table: type) -> dict[str, Entry]:
+    """The options of a table by name."""
+    hints = typing.get_type_hints(table)
+    return {f.name: _entry(f, hints[f.name]) for f in dataclasses.fields(table)}
+
+
+def _entry(field: dataclasses.Field, hint: Any) -> Entry:
+    optional = types.NoneType in typing.get_args(hint)
+    if optional:
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+    kind = str if choices else hint
+    return Entry(field.name, field.default, kind, choices, optional, field.metadata["option"])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing a usage text and leaving."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(f"{message} (--help lists every flag)")
+
+
+def make_parser(table: type, **settings: Any) -> argparse.ArgumentParser:
+    """A parser with a flag for every option; only those given appear in its result."""
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
+    for entry in entries(table).values():
+        short = [flag for flag in entry.option.flags if not flag.startswith("--")]
+        long = [flag for flag in entry.option.flags if flag.startswith("--")]
+        kind: dict[str, Any] = {"type": entry.type, "choices": entry.choices}
+        if entry.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif entry.choices is None:
+            kind["metavar"] = {str: "TEXT", int: "N", float: "X"}[entry.type]
+        parser.add_argument(*short, entry.flag, *long, dest=entry.name, help=_help(entry), **kind)
+    return parser
+
+
+def _help(entry: Entry) -> str:
+    text = entry.option.help.replace("%", "%%")
+    shown = entry.default is not None and entry.default is not False
+    return f"{text} (default: {entry.default})" if shown else text
+
+
+def read_options(table: type, path: str) -> dict[str, Any]:
+    """The options that a YAML file gives.
+
+    Raises:
+        UsageError: the file cannot be read, or has an unknown key or a value of the wrong type.
+    """
+    known = entries(table)
+    values = {}
+    for key, value in read_yaml(path).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise UsageError(f"{path}: unknown key {key!r}; {hint}")
+        values[name] = _typed(known[name], value, path)
+    return values
+
+
+def _typed(entry: Entry, value: Any, path: str) -> Any:
+    if value is None and entry.optional:
+        return None
+    if entry.type is float and type(value) is int:
+        return float(value)
+    if type(value) is entry.type and (entry.choices is None or value in entry.choices):
+        return value
+    kinds = {str: "text (quote it if it looks like a number)", int: "a whole number"}
+    kinds |= {float: "a number", bool: "true or false"}
+    wanted = f"one of {', '.join(entry.choices)}" if entry.choices else kinds[entry.type]
+    raise UsageError(f"{path}: {entry.name} must be {wanted}, got {value!r}")
+
+
+def merge[Table](table: type[Table], file: Mapping[str, Any], flags: Mapping[str, Any]) -> Table:
+    """The options of the file with those of the flags over them, checked.
+
+    Raises:
+        UsageError: a number out of its bounds, or two options that exclude each other.
+    """
+    known = entries(table)
+    replaced = {known[name].option.group for name in flags} - {None}
+    kept = {k: v for k, v in file.items() if known[k].option.group not in replaced}
+    config = table(**{**kept, **flags})
+    for entry in known.values():
+        _check_bounds(entry, getattr(config, entry.name))
+    _check_groups(known.values(), config)
+    return config
+
+
+def _check_bounds(entry: Entry, value: Any) -> None:
+    if entry.type not in (int, float) or value is None:
+        return
+    bounds = entry.option
+    low = -math.inf if bounds.minimum is None else bounds.minimum
+    high = math.inf if bounds.maximum is None else bounds.maximum
+    inside = math.isfinite(value) and low <= value <= high
+    if inside and not (bounds.exclusive and value == low):
+        return
+    limits = [
+        f"{words} {bound}"
+        for words, bound in (
+            ("above" if bounds.exclusive else "at least", bounds.minimum),
+            ("at most", bounds.maximum),
+        )
+        if bound is not None
+    ]
+    raise UsageError(f"{entry.flag} must be {' and '.join(limits) or 'finite'}, got {value}")
+
+
+def _check_groups(known: typing.Iterable[Entry], config: Any) -> None:
+    given: dict[str, list[str]] = {}
+    for entry in known:
+        if entry.option.group and getattr(config, entry.name) not in (None, False):
+            given.setdefault(entry.option.group, []).append(entry.flag)
+    for flags in given.values():
+        if len(flags) > 1:
+            raise UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
+
+
+def parse[Table](
+    table: type[Table], parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[Table, argparse.Namespace]:
+    """Fill a table from ``argv`` and the file that its ``--config`` names.
+
+    Returns:
+        The options, and what ``argv`` gave for the parser's other flags.
+    """
+    given = vars(parser.parse_args(argv))
+    known = entries(table)
+    flags = {name: value for name, value in given.items() if name in known}
+    rest = argparse.Namespace(**{n: v for n, v in given.items() if n not in known})
+    path = getattr(rest, "config", None)
+    file = read_options(table, path) if path else {}
+    return merge(table, file, flags), rest

@@ -1,0 +1,152 @@
+"""One run of the decode command: from its options to the answers."""
+
+import sys
+import time
+
+import kvjax
+from kvjax.command.compile_cache import keep_compiled_programs
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.errors import ROWS_FAILED
+from kvjax.command.inputs import model_source, read_input, stream_options
+from kvjax.command.interrupt import INTERRUPTED, Interrupts
+from kvjax.command.output import Output, open_output
+from kvjax.command.prompts import Row
+from kvjax.decoding.clock import Clock
+from kvjax.decoding.events import Event
+from kvjax.errors import KvjaxError
+from kvjax.report.answers import Answers
+from kvjax.report.footer import footer
+from kvjax.report.process import process_start
+from kvjax.report.progress import ProgressLine, describe
+from kvjax.report.record import failed, record
+
+
+def run(config: DecodeConfig, interrupts: Interrupts) -> int:
+    """Decode and return the exit code. All that can be refused is refused before weights load.
+
+    Raises:
+        KvjaxError: nothing more can be done; answers written so far stay.
+    """
+    rows = read_input(config)
+    inputs = tuple(path for path in (config.prompt_file, config.prompts) if path and path != "-")
+    output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
+    interrupts.clean_up_with(lambda: output.close(complete=False))
+    complete = False
+    try:
+        code = _Run(config, rows, output, interrupts).decode()
+        complete = True
+        return code
+    finally:
+        output.close(complete=complete)
+
+
+class _Run:
+    """What the steps of one run share."""
+
+    def __init__(
+        self, config: DecodeConfig, rows: list[Row], output: Output, interrupts: Interrupts
+    ):
+        self.config = config
+        self.rows = rows
+        self.interrupts = interrupts
+        self.answers = Answers(output, config.answer_format, listed=config.prompts is not None)
+        self.progress = ProgressLine(sys.stderr, enabled=not config.quiet)
+        plain = config.answer_format == "text" and not config.prompts and not config.output
+        automatic = plain and sys.stdout.isatty()
+        self.streaming = automatic if config.stream is None else config.stream
+        self.phase = ""
+        self.load_s = 0.0
+        self.decode_s = 0.0
+        self.first_token_s: float | None = None
+
+    def decode(self) -> int:
+        """Load, decode, tell; returns the exit code."""
+        with Clock() as clock:
+            keep_compiled_programs()
+            lm = self._load()
+            loading_compiled = clock.compile_s
+            self.interrupts.wait_for_answers()
+            self._decode(lm)
+            self.answers.finish()
+            self.decode_s -= clock.compile_s - loading_compiled
+        self._tell(clock.compile_s)
+        if self.interrupts.requested():
+            return INTERRUPTED
+        return ROWS_FAILED if any("error" in row for row in self.answers.records) else 0
+
+    def _load(self) -> kvjax.LanguageModel:
+        config = self.config
+        source = model_source(config)
+        self.progress.phase(f"loading {source}")
+        started = time.perf_counter()
+        lm = kvjax.load(
+            source, dtype=config.dtype, revision=config.revision, tokenizer=config.tokenizer
+        )
+        self.load_s = time.perf_counter() - started
+        return lm
+
+    def _decode(self, lm: kvjax.LanguageModel) -> None:
+        for i, row in enumerate(self.rows):
+            if row.error is not None:
+                self.answers.add(i, failed(row.id, row.error))
+        good = [i for i, row in enumerate(self.rows) if row.error is None]
+        prompts = [self.rows[i].prompt for i in good]
+        events = kvjax.stream(
+            lm, prompts, **stream_options(self.config), should_stop=self.interrupts.requested
+        )
+        started = time.perf_counter()
+        try:
+            for event in events if good else ():
+                # A batch that has not begun has nothing to keep.
+                if event.phase == "prefill" and self.interrupts.requested():
+                    break
+                self._take(event, good)
+        except KvjaxError as error:
+            # In a file, a prompt that happens to be alone fails like one beside others.
+            if not self.config.prompts or len(good) > 1:
+                raise
+            self.answers.add(good[0], failed(self.rows[good[0]].id, str(error)))
+        finally:
+            self.progress.clear()
+            self.decode_s = time.perf_counter() - started
+
+    def _take(self, event: Event, good: list[int]) -> None:
+        if event.kind == "phase":
+            self.phase = event.phase
+            self.progress.phase(f"{event.phase} (compiles at first)")
+        elif event.kind == "text":
+            self._take_text(event)
+        elif event.kind == "done":
+            row = good[event.row]
+            self.answers.add(row, record(self.rows[row].id, event.result, self.load_s))
+
+    def _take_text(self, event: Event) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = time.time() - process_start()
+        if not self.streaming:
+            self.progress.update(describe(self.phase, event.progress))
+            return
+        if sys.stdout.isatty():
+            self.progress.retire()  # the text has the terminal now
+        self.answers.stream(event.text)
+        self.progress.update(describe(self.phase, event.progress))
+
+    def _tell(self, compile_s: float) -> None:
+        config, records = self.config, self.answers.records
+        failures = [row for row in records if "error" in row]
+        if failures:
+            first = failures[0]
+            message = f"{len(failures)} of {len(self.rows)} prompts failed; {first['id']}: "
+            print(f"kvjax: {message}{first['error']}", file=sys.stderr)
+        automatic = sys.stderr.isatty() and not config.quiet
+        if automatic if config.stats is None else config.stats:
+            print(
+                footer(
+                    records,
+                    first_token_s=self.first_token_s,
+                    compile_s=compile_s,
+                    decode_s=self.decode_s,
+                ),
+                file=sys.stderr,
+                flush=True,
+            )

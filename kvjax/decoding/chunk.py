@@ -1,0 +1,157 @@
+"""Decoding: a scan over tokens inside one program, the state donated to it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import KVCache, append, reserve, usage
+from kvjax.decoding.sampling import Sampling, sample
+from kvjax.models.decoder import Decoder
+from pallas_kernels import paged_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What decoding carries from one token to the next.
+
+    Attributes:
+        cache: everything before ``token``.
+        token: the last token chosen in each row; it is not in the cache yet.
+        left: tokens that each row may still choose; a row with none is frozen.
+        finite: False once a row's logits held NaN or infinity.
+    """
+
+    cache: KVCache
+    token: Int[Array, " B"]
+    left: Int[Array, " B"]
+    finite: Bool[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkOutput:
+    """What the host reads of a chunk, apart from the state, which is in use again by then.
+
+    Attributes:
+        tokens: the token that each step chose in each row.
+        real: False where the row was finished already.
+        finite: False for a row whose logits held NaN or infinity.
+        slots: live slots of each row, over all layers and KV heads.
+        pages: pages that each row owns, over all layers and KV heads.
+    """
+
+    tokens: Int[Array, "N B"]
+    real: Bool[Array, "N B"]
+    finite: Bool[Array, " B"]
+    slots: Int[Array, " B"]
+    pages: Int[Array, " B"]
+
+    @classmethod
+    def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
+        return cls(tokens, real, state.finite, *usage(state.cache))
+
+
+@functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
+def start_decoding(
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    sampling: Sampling | None,
+    max_new: Int[Array, " B"],
+    *,
+    stop_ids: tuple[int, ...],
+) -> tuple[DecodeState, ChunkOutput]:
+    """Choose every row's first token from the logits that prefill left.
+
+    Args:
+        cache: a prefilled cache; donated.
+        logits: logits after each row's prompt.
+        sampling: how to choose; None is greedy.
+        max_new: tokens that each row may choose, this first one included; 0 for an empty row.
+        stop_ids: tokens that end a row.
+    """
+    token = sample(logits, cache.length, sampling)
+    left = _tokens_left(token, max_new, stop_ids)
+    finite = jnp.isfinite(logits).all(-1) | (max_new == 0)
+    state = DecodeState(cache, token, left, finite)
+    return state, ChunkOutput.of(state, token[None], (max_new > 0)[None])
+
+
+@functools.partial(
+    jax.jit, static_argnames=("steps", "stop_ids", "width"), donate_argnames=("state",)
+)
+def decode_chunk(
+    model: Decoder,
+    state: DecodeState,
+    sampling: Sampling | None,
+    halt: Bool[Array, " B"],
+    *,
+    steps: int,
+    stop_ids: tuple[int, ...],
+    width: int | None = None,
+) -> tuple[DecodeState, ChunkOutput]:
+    """Decode ``steps`` tokens in every row that is not finished.
+
+    Each step writes its token's key and value first and then attends, so that the cache is updated
+    in place. A finished row stays as it is, whatever the others do.
+
+    Args:
+        model: the decoder.
+        state: what the last chunk returned; donated.
+        sampling: how to choose; None is greedy.
+        halt: rows to finish before the first step.
+        steps: tokens a row at most.
+        stop_ids: tokens that end a row.
+        width: pages of a KV head attended at most, if the caller knows that no row will have more
+            live ones; None attends to all that a row can own.
+
+    Returns:
+        The new state, and what the host reads of it.
+    """
+    state = dataclasses.replace(state, left=jnp.where(halt, 0, state.left))
+    ahead = jnp.minimum(state.left, steps)
+    state = dataclasses.replace(state, cache=reserve(state.cache, state.cache.length + ahead))
+
+    def step(state, _):
+        active = state.left > 0
+        logits, cache = _decode_token(model, state.cache, state.token, active, width)
+        token = jnp.where(active, sample(logits, cache.length, sampling), state.token)
+        left = jnp.where(active, _tokens_left(token, state.left, stop_ids), 0)
+        finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
+        return DecodeState(cache, token, left, finite), (token, active)
+
+    state, (tokens, real) = jax.lax.scan(step, state, None, length=steps)
+    return state, ChunkOutput.of(state, tokens, real)
+
+
+def _decode_token(model, cache: KVCache, token, active, width):
+    """Read one token a row; returns float32 logits [B, V] and the cache with the token in it."""
+    position = cache.length
+
+    def attend(index, layer, q, k, v, sinks):
+        layer = append(layer, k, v, position[:, None], active[:, None])
+        out, _ = paged_attention(
+            q[:, 0],
+            layer.pools,
+            [table[:, :, :width] for table in layer.tables],
+            scale=model.config.scale,
+            q_pos=position,
+            window=model.config.windows[index],
+            sinks=sinks,
+        )
+        return out[:, None].astype(q.dtype), layer
+
+    hidden, layers = model(token[:, None], position[:, None], attend, cache.layers)
+    length = position + active.astype(jnp.int32)
+    return model.logits(hidden[:, 0]), KVCache(layers, length)
+
+
+def _tokens_left(token, left, stop_ids):
+    """What is left after ``token``: nothing once it is a stop."""
+    stopped = jnp.zeros(token.shape, bool)
+    for stop in stop_ids:
+        stopped |= token == stop
+    return jnp.where(stopped, 0, jnp.maximum(left - 1, 0))

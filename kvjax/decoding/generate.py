@@ -1,0 +1,221 @@
+"""The loop on the host: dispatches chunks, and reads each while the next one runs."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import init_cache, plan
+from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket
+from kvjax.decoding.batch import Batch
+from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
+from kvjax.decoding.clock import Clock
+from kvjax.decoding.events import Event, Result
+from kvjax.decoding.prefill import prefill_chunk
+from kvjax.decoding.requests import Options, Prompt, Request, read_prompts
+from kvjax.decoding.sampling import Sampling
+from kvjax.errors import NumericalError
+from kvjax.loading import LanguageModel
+from kvjax.memory import device_memory
+from kvjax.recipes import Recipe, full
+
+NARROWEST = 16
+"""Pages attended at least; from there the width doubles, so that a long run compiles few chunks."""
+
+
+def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Result]:
+    """Decode an answer to every prompt.
+
+    Args:
+        lm: what ``kvjax.load`` returned.
+        prompts: strings, chat message lists or token-id lists.
+        **options: those of ``kvjax.stream``.
+
+    Returns:
+        One result a prompt, in their order. A prompt that cannot be decoded among several has
+        ``finish_reason == "error"``.
+
+    Raises:
+        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+    """
+    events = stream(lm, prompts, **options)
+    results = {event.row: event.result for event in events if event.kind == "done"}
+    return [results[row] for row in range(len(prompts))]
+
+
+def stream(
+    lm: LanguageModel,
+    prompts: Sequence[Prompt],
+    *,
+    recipe: Recipe | None = None,
+    max_new_tokens: int = 256,
+    temperature: float | None = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    chunk: int = 16,
+    system_prompt: str | None = None,
+    chat: bool = True,
+    thinking: bool | None = None,
+    repetition_stop: bool = True,
+    stop_ids: Sequence[int] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
+    """Decode prompts, telling what happens as it happens.
+
+    Args:
+        lm: what ``kvjax.load`` returned.
+        prompts: strings, chat message lists or token-id lists. A string goes through the model's
+            chat template as one user message.
+        recipe: how the cache is kept; ``kvjax.recipes.full()`` if None.
+        max_new_tokens: tokens to choose at most in each row.
+        temperature: 0 is greedy; None takes the model's own default, as do the three filters.
+        top_k: sample among the ``top_k`` most likely tokens; 0 means all.
+        top_p: sample among the fewest tokens whose mass reaches ``top_p``.
+        min_p: sample among the tokens at least ``min_p`` times as likely as the likeliest.
+        seed: of the samples. A row's samples depend on the seed and on the row alone.
+        batch_size: rows decoded together.
+        chunk: tokens decoded between two looks of the host.
+        system_prompt: put before messages that have no system message.
+        chat: False passes strings to the model as they are.
+        thinking: switches a template's thinking block on or off; None leaves it to the template.
+        repetition_stop: end a row that has fallen into a loop.
+        stop_ids: tokens that end a row; those of the model if None.
+        should_stop: asked after every chunk; True ends every row as ``interrupted``.
+
+    Yields:
+        Phases as they begin, text as it comes (interleaved over rows), and each row's result.
+
+    Raises:
+        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+    """
+
+    def default(value, name, neutral):
+        own = getattr(lm.defaults, name)
+        return value if value is not None else neutral if own is None else own
+
+    options = Options(
+        recipe=recipe or full(),
+        max_new_tokens=max_new_tokens,
+        temperature=default(temperature, "temperature", 0.0),
+        top_k=default(top_k, "top_k", 0),
+        top_p=default(top_p, "top_p", 1.0),
+        min_p=default(min_p, "min_p", 0.0),
+        seed=seed,
+        batch_size=batch_size,
+        chunk=chunk,
+        system_prompt=system_prompt,
+        chat=chat,
+        thinking=thinking,
+        repetition_stop=repetition_stop,
+        stop_ids=tuple(default(stop_ids, "stop_ids", ())),
+    )
+    requests, errors = read_prompts(lm, prompts, options)
+    for row, error in errors.items():
+        failed = Result("", (), "error", 0, error=str(error))
+        yield Event("done", row=row, result=failed)
+    rows = min(batch_size, len(requests))
+    for start in range(0, len(requests), batch_size):
+        yield from _decode_batch(lm, requests[start : start + batch_size], rows, options, should_stop)
+
+
+def _decode_batch(
+    lm: LanguageModel,
+    requests: list[Request],
+    rows: int,
+    options: Options,
+    should_stop: Callable[[], bool],
+) -> Iterator[Event]:
+    """Decode up to ``rows`` requests together; the rows left over stay empty."""
+    planned = plan(
+        lm.config,
+        options.recipe,
+        batch_size=rows,
+        prompt_tokens=max(len(request.ids) for request in requests),
+        max_new_tokens=options.max_new_tokens,
+        dtype=lm.dtype,
+        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+        memory_bytes=device_memory(),
+    )
+    planned.check()
+    with Clock() as clock:
+        batch = Batch(lm, requests, options, planned, clock)
+        yield Event("phase", phase="prefill")
+        state, sampling, output = _prefill(lm, requests, options, planned)
+        yield from batch.take(output)
+        yield Event("phase", phase="decode")
+        yield from _decode(lm, state, sampling, batch, requests, options, should_stop)
+    if batch.numerical_error and len(requests) == 1:
+        raise NumericalError(batch.numerical_error)
+
+
+def _prefill(
+    lm: LanguageModel, requests: list[Request], options: Options, planned: Plan
+) -> tuple[DecodeState, Sampling | None, ChunkOutput]:
+    """Read all prompts, a chunk at a time, and choose the first tokens."""
+    rows = planned.geometry.rows
+    lengths = np.zeros(rows, np.int32)
+    max_new = np.zeros(rows, np.int32)
+    for i, request in enumerate(requests):
+        lengths[i], max_new[i] = len(request.ids), request.max_new
+    cache = init_cache(planned.geometry)
+    logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
+    for start in range(0, lengths.max(), PREFILL_CHUNK):
+        count = np.clip(lengths - start, 0, PREFILL_CHUNK)
+        tokens = np.zeros((rows, bucket(int(count.max()))), np.int32)
+        for i, request in enumerate(requests):
+            tokens[i, : count[i]] = request.ids[start : start + PREFILL_CHUNK]
+        cache, logits = prefill_chunk(lm.model, cache, logits, tokens, count)
+    sampling = Sampling.create(
+        rows,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+    )
+    state, output = start_decoding(cache, logits, sampling, max_new, stop_ids=options.stop_ids)
+    return state, sampling, output
+
+
+def _decode(
+    lm: LanguageModel,
+    state: DecodeState,
+    sampling: Sampling | None,
+    batch: Batch,
+    requests: list[Request],
+    options: Options,
+    should_stop: Callable[[], bool],
+) -> Iterator[Event]:
+    """Dispatch chunk after chunk, each before the last one's tokens are read."""
+    longest = max(len(request.ids) for request in requests)
+    last = longest + max(request.max_new for request in requests) - 1
+    pending = None
+    while batch.running():
+        if should_stop():
+            yield from batch.end_all("interrupted")
+            return
+        dispatched = None
+        if longest < last:
+            longest += options.chunk
+            state, dispatched = decode_chunk(
+                lm.model,
+                state,
+                sampling,
+                batch.halted(),
+                steps=options.chunk,
+                stop_ids=options.stop_ids,
+                width=_width(longest, options.recipe.page_size),
+            )
+        if pending is not None:
+            yield from batch.take(pending)
+        pending = dispatched
+
+
+def _width(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens``, rounded up so that a long run compiles few chunks."""
+    return max(NARROWEST, 1 << (math.ceil(tokens / page_size) - 1).bit_length())

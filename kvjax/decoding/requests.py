@@ -1,0 +1,138 @@
+"""What a caller asks for, checked and turned into token ids."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from kvjax.errors import CapacityError, KvjaxError, UsageError
+from kvjax.loading import LanguageModel
+from kvjax.recipes import Recipe
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to decode; see ``kvjax.stream`` for each field.
+
+    Raises:
+        UsageError: a value out of its range.
+    """
+
+    recipe: Recipe
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    batch_size: int
+    chunk: int
+    system_prompt: str | None
+    chat: bool
+    thinking: bool | None
+    repetition_stop: bool
+    stop_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        limits = {
+            "max_new_tokens": (1, math.inf),
+            "temperature": (0, math.inf),
+            "top_k": (0, math.inf),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "seed": (0, 2**32 - 1),
+            "batch_size": (1, math.inf),
+            "chunk": (1, math.inf),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise UsageError(f"{name} must be {wanted}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, ready to be read.
+
+    Attributes:
+        row: index among the prompts.
+        ids: token ids, chat template included.
+        max_new: tokens that may be chosen, as far as the context reaches.
+        truncated: the context, and not the caller, set ``max_new``.
+    """
+
+    row: int
+    ids: tuple[int, ...]
+    max_new: int
+    truncated: bool
+
+
+def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -> Request:
+    """Tokenise one prompt and see that it fits.
+
+    Raises:
+        UsageError: an empty prompt, ids out of the vocabulary, messages without a chat template.
+        CapacityError: a prompt that leaves no room in the model's context.
+    """
+    ids = tuple(_tokenise(lm, prompt, options))
+    if not ids:
+        raise UsageError("the prompt is empty: give it at least one token")
+    context = lm.config.context_length
+    room = context - len(ids)
+    if room < 1:
+        raise CapacityError(
+            f"the prompt has {len(ids)} tokens and the model's context holds {context}: "
+            f"shorten the prompt by at least {1 - room} tokens"
+        )
+    max_new = min(options.max_new_tokens, room)
+    return Request(row, ids, max_new, truncated=max_new < options.max_new_tokens)
+
+
+def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[int]:
+    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+        bad = [token for token in prompt if not 0 <= token < lm.config.vocab_size]
+        if bad:
+            raise UsageError(
+                f"token id {bad[0]} is outside the vocabulary of {lm.config.vocab_size} tokens"
+            )
+        return prompt
+    if lm.tokenizer is None:
+        raise UsageError("the model has no tokenizer: pass one, or prompts of token ids")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UsageError("the prompt is empty: give it at least one word")
+        if not (options.chat and lm.tokenizer.has_chat_template):
+            return lm.tokenizer.encode(prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    return lm.tokenizer.encode_chat(_with_system(prompt, options), thinking=options.thinking)
+
+
+def _with_system(messages: Sequence[Mapping[str, str]], options: Options) -> list[dict[str, str]]:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise UsageError(f'a message must have "role" and "content", got {message!r}')
+    messages = [dict(message) for message in messages]
+    if options.system_prompt is None or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": options.system_prompt}, *messages]
+
+
+def read_prompts(
+    lm: LanguageModel, prompts: Sequence[Prompt], options: Options
+) -> tuple[list[Request], dict[int, KvjaxError]]:
+    """Every prompt that can be read, and the error of every one that cannot.
+
+    Raises:
+        KvjaxError: the only prompt cannot be read.
+    """
+    requests, errors = [], {}
+    for row, prompt in enumerate(prompts):
+        try:
+            requests.append(read_prompt(lm, row, prompt, options))
+        except KvjaxError as error:
+            if len(prompts) == 1:
+                raise
+            errors[row] = error
+    return requests, errors

@@ -1,0 +1,38 @@
+"""The JSON record of one prompt."""
+
+import hashlib
+import json
+from typing import Any
+
+from kvjax.decoding.events import Result
+
+
+def record(name: str | int, result: Result, load_s: float) -> dict[str, Any]:
+    """What is kept of an answer: the result, its report, and what only the command knows.
+
+    Args:
+        name: the prompt's id.
+        result: the answer.
+        load_s: seconds that loading the model took.
+    """
+    if not result.report:
+        return failed(name, result.error or result.finish_reason)
+    answer = {
+        "id": name,
+        "text": result.text,
+        "reasoning": result.reasoning,
+        "finish_reason": result.finish_reason,
+        **result.report,
+    }
+    answer["timing"] = {"load_s": load_s, **result.report["timing"]}
+    settings = json.dumps(result.report["run"], sort_keys=True)
+    answer["run"] = {
+        **result.report["run"],
+        "config_sha": hashlib.sha256(settings.encode()).hexdigest()[:16],
+    }
+    return answer | ({"error": result.error} if result.error else {})
+
+
+def failed(name: str | int, error: str) -> dict[str, Any]:
+    """The record of a prompt that was not decoded."""
+    return {"id": name, "text": "", "reasoning": None, "finish_reason": "error", "error": error}

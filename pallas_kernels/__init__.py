@@ -1,0 +1,10 @@
+"""Attention over a paged key-value cache, usable on its own: needs only jax and jaxtyping.
+
+Each op is a folder: ``api.py`` checks and dispatches, ``reference.py`` is the float32 contract, and
+every backend has a file of its own.
+"""
+
+from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+from pallas_kernels.paged_attention.api import paged_attention
+
+__all__ = ["SCRATCH_PAGE", "KVPages", "paged_attention"]

@@ -1,0 +1,1 @@
+"""One query a row against the live slots of its pages."""

@@ -1,0 +1,109 @@
+"""Files that answers go to."""
+
+import os
+import resource
+import signal
+
+import pytest
+
+from kvjax.command.output import open_output
+from kvjax.errors import UsageError
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_finished_file_holds_what_was_written(tmp_path, growing):
+    path = tmp_path / "out"
+    path.write_text("old and longer than the new content")
+    path.chmod(0o640)
+    output = open_output(str(path), growing=growing)
+    output.write("one\n")
+    output.write("two é\n")
+    output.close(complete=True)
+    assert path.read_text() == "one\ntwo é\n"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_run_that_fails_first_leaves_the_old_file(tmp_path, growing):
+    path = tmp_path / "out"
+    path.write_text("old")
+    open_output(str(path), growing=growing).close(complete=False)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_run_that_fails_first_leaves_no_new_file(tmp_path, growing):
+    open_output(str(tmp_path / "out"), growing=growing).close(complete=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_growing_file_has_each_row_at_once(tmp_path):
+    output = open_output(str(tmp_path / "out"), growing=True)
+    output.write("one\n")
+    assert (tmp_path / "out").read_text() == "one\n"
+    output.close(complete=False)
+    assert (tmp_path / "out").read_text() == "one\n"
+
+
+def test_a_link_still_leads_to_the_file(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    output = open_output(str(tmp_path / "link"), growing=False)
+    output.write("text")
+    output.close(complete=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "text"
+
+
+def test_a_device_is_written_to_and_not_replaced():
+    output = open_output(os.devnull, growing=False)
+    output.write("text")
+    output.close(complete=True)
+    assert not os.path.isfile(os.devnull)
+
+
+@pytest.mark.parametrize("growing", [True, False])
+@pytest.mark.parametrize("name", ["no/such/folder", ".", "a\0b", "x" * 300])
+def test_an_output_that_cannot_be_opened_is_refused(tmp_path, growing, name):
+    with pytest.raises(UsageError, match="--output: cannot write"):
+        open_output(f"{tmp_path}/{name}", growing=growing)
+
+
+def test_an_input_is_not_overwritten(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}")
+    with pytest.raises(UsageError, match="is also an input"):
+        open_output(f"{tmp_path}/./rows.jsonl", growing=True, inputs=(str(path),))
+
+
+@pytest.fixture
+def small_files():
+    """Files of at most 100 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_keeps_the_rows_before(tmp_path, small_files):
+    path = tmp_path / "out"
+    output = open_output(str(path), growing=True)
+    output.write("a" * 79 + "\n")
+    with pytest.raises(UsageError, match=r"cannot write .*out: File too large"):
+        output.write("b" * 79 + "\n")
+    output.close(complete=False)
+    assert path.read_text() == "a" * 79 + "\n"
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path, small_files):
+    path = tmp_path / "out"
+    path.write_text("old")
+    output = open_output(str(path), growing=False)
+    with pytest.raises(UsageError, match="File too large"):
+        output.write("b" * 200)
+    output.close(complete=False)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]

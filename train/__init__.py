@@ -1,0 +1,1 @@
+"""Training loops of the learned compressors, imported as `kvjax.train`."""
