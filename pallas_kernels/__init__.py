@@ -6,5 +6,6 @@ every backend has a file of its own.
 
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.write_slots.api import write_slots
 
-__all__ = ["SCRATCH_PAGE", "KVPages", "paged_attention"]
+__all__ = ["SCRATCH_PAGE", "KVPages", "paged_attention", "write_slots"]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import FreeList, KVCache, LayerCache
-from pallas_kernels import SCRATCH_PAGE, KVPages
+from pallas_kernels import SCRATCH_PAGE, write_slots
 
 
 def reserve(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
@@ -52,31 +52,6 @@ def append(
     pages = jnp.take_along_axis(table, (pos // pool.page_size)[:, None], 2, mode="clip")
     pages = jnp.where(keep[:, None], pages, SCRATCH_PAGE)  # [B, Hkv, T]
     slots = jnp.broadcast_to((pos % pool.page_size)[:, None], pages.shape)
-    pool = write_slots(pool, pages, slots, k.swapaxes(1, 2), v.swapaxes(1, 2), pos[:, None])
+    k, v = (x.swapaxes(1, 2).astype(pool.k.dtype) for x in (k, v))
+    pool = write_slots(pool, pages, slots, k, v, pos)
     return LayerCache((pool,), (table,), free)
-
-
-def write_slots(
-    pool: KVPages,
-    pages: Int[Array, "B Hkv T"],
-    slots: Int[Array, "B Hkv T"],
-    k: Float[Array, "B Hkv T D"],
-    v: Float[Array, "B Hkv T D"],
-    pos: Int[Array, "B 1 T"],
-) -> KVPages:
-    """Store tokens into given slots, in place where the pool is donated.
-
-    A store to the scratch page leaves its slot free.
-    """
-    kept = pages != SCRATCH_PAGE
-    bias = jnp.where(kept, 0.0, -jnp.inf)
-    pos = jnp.where(kept, pos, -1)
-    # Every index spelled out: XLA then scatters into the transposed values without moving them.
-    column = (pages[..., None], jnp.arange(v.shape[-1])[None, None, None], slots[..., None])
-    store = {"mode": "promise_in_bounds"}
-    return KVPages(
-        k=pool.k.at[pages, slots].set(k.astype(pool.k.dtype), **store),
-        v=pool.v.at[column].set(v.astype(pool.v.dtype), **store),
-        bias=pool.bias.at[pages, slots].set(bias, **store),
-        pos=pool.pos.at[pages, slots].set(pos, **store),
-    )

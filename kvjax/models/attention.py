@@ -18,7 +18,7 @@ def biased_attention(
     q: Float[Array, "B T Hq D"],
     k: Float[Array, "B Hkv S D"],
     v: Float[Array, "B Hkv S D"],
-    bias: Float[Array, "B #Hkv #T S"],
+    bias: Float[Array, "#B #Hkv #T S "],
     scale: float,
 ) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B T Hq"]]:
     """Softmax attention with logits ``q . k * scale + bias``, accumulated in float32.

@@ -1,17 +1,18 @@
 """The public op: what goes in is checked here, then a backend computes it."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import KVPages
+from pallas_kernels.paged_attention.triton import paged_attention_triton, unsupported
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-Implementation = Literal["xla"]
-
-BACKENDS: dict[str, Callable] = {"xla": paged_attention_xla}
+Implementation = Literal["triton", "xla"]
 
 
 def paged_attention(
@@ -37,7 +38,8 @@ def paged_attention(
         q_pos: logical position of each row's query; needed with ``window`` alone.
         window: if given, only slots with ``q_pos - pos < window`` are seen.
         sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
-        implementation: a backend by name, which fails loudly where it cannot run; ``None`` picks.
+        implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
+            the kernel on NVIDIA GPUs where it can run, and XLA otherwise.
 
     Returns:
         The float32 output, zero for a row without live slots, and the float32 log-sum-exp of its
@@ -48,11 +50,24 @@ def paged_attention(
         NotImplementedError: the named backend cannot run this.
     """
     _check(q, pools, tables, q_pos, window, sinks)
-    name = implementation or "xla"
-    if name not in BACKENDS:
-        raise ValueError(f"implementation must be None or one of {list(BACKENDS)}, got {name!r}")
-    return BACKENDS[name](
-        q, tuple(pools), tuple(tables), scale=scale, q_pos=q_pos, window=window, sinks=sinks
+    pools, tables = tuple(pools), tuple(tables)
+    triton, xla = (
+        functools.partial(backend, scale=scale, window=window)
+        for backend in (paged_attention_triton, paged_attention_xla)
+    )
+    arrays = {"q_pos": q_pos, "sinks": sinks}
+    if implementation == "triton":
+        return triton(q, pools, tables, **arrays)
+    if implementation not in (None, "xla"):
+        raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
+    if implementation == "xla" or unsupported(q, pools, tables):
+        return xla(q, pools, tables, **arrays)
+
+    def call(backend):
+        return lambda q, pools, tables, arrays: backend(q, pools, tables, **arrays)
+
+    return jax.lax.platform_dependent(
+        q, pools, tables, arrays, cuda=call(triton), default=call(xla)
     )
 
 

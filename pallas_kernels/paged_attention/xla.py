@@ -20,32 +20,47 @@ def paged_attention_xla(
     sinks: Float[Array, " Hq"] | None,
 ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
     """See ``pallas_kernels.paged_attention``. Free slots of a named page must be finite."""
-    grouped = q.reshape(q.shape[0], tables[0].shape[1], -1, q.shape[2])
     # Float32 means float32, also where a GPU would round products to TF32.
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     exact = {"precision": precision, "preferred_element_type": jnp.float32}
+    rows, heads = tables[0].shape[:2]
+    grouped = q.reshape(rows, heads, -1, q.shape[2])
+
     logits, live = [], []
     for pages, table in zip(pools, tables, strict=True):
+        k = pages.k[table].reshape(rows, heads, -1, q.shape[2])
+        dots = jnp.einsum("bhgd,bhsd->bhgs", grouped, k, **exact)
         bias = pages.bias[table]
-        seen = bias > NEG_INF
         if window is not None:
-            seen &= q_pos[:, None, None, None] - pages.pos[table] < window
-        dots = jnp.einsum("bhgd,bhptd->bhgpt", grouped, pages.k[table], **exact)
-        seen = seen[:, :, None]
-        logits.append(jnp.where(seen, dots * scale + bias[:, :, None], NEG_INF))
-        live.append(seen)
+            near = q_pos[:, None, None, None] - pages.pos[table] < window
+            bias = jnp.where(near, bias, -jnp.inf)
+        bias = jnp.maximum(bias, NEG_INF).reshape(rows, heads, 1, -1)
+        logits.append(dots * scale + bias)
+        live.append(bias > NEG_INF)
+    weights, lse = _softmax(logits, live, sinks)
 
-    top = jnp.stack([part.max((-2, -1)) for part in logits]).max(0)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, *top.shape[1:])
-        top = jnp.maximum(top, sink)
-    total = jnp.zeros_like(top) if sinks is None else jnp.exp(sink - top)
     out = jnp.zeros(grouped.shape, jnp.float32)
-    for pages, table, part, seen in zip(pools, tables, logits, live, strict=True):
-        weights = jnp.where(seen, jnp.exp(part - top[..., None, None]), 0.0)
-        total += weights.sum((-2, -1))
-        weights = weights.astype(pages.v.dtype)
-        out += jnp.einsum("bhgpt,bhpdt->bhgd", weights, pages.v[table], **exact)
-    total = jnp.maximum(total, 1e-30)
-    lse = jnp.where(total > 1e-30, top + jnp.log(total), -jnp.inf)
-    return (out / total[..., None]).reshape(q.shape), lse.reshape(q.shape[:2])
+    for pages, table, part in zip(pools, tables, weights, strict=True):
+        part = part.astype(pages.v.dtype).reshape(*part.shape[:3], table.shape[2], -1)
+        # Page by page and then summed: one product over all slots would first move every value.
+        out += jnp.einsum("bhgpt,bhpdt->bhpgd", part, pages.v[table], **exact).sum(2)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
+def _softmax(logits: list[Array], live: list[Array], sinks: Float[Array, " Hq"] | None):
+    """One softmax over all parts: the weights of each part, and the log-sum-exp."""
+    widths = [part.shape[-1] for part in logits]
+    parts = list(logits)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, *logits[0].shape[1:3], 1)
+        parts.append(jnp.broadcast_to(sink, (*logits[0].shape[:3], 1)))
+    whole = jnp.concatenate(parts, -1)
+    weights = jax.nn.softmax(whole, -1)
+    lse = jax.nn.logsumexp(whole, -1)
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    # Where nothing is live, the softmax is spread over all slots: it must be none.
+    masked = [
+        jnp.where(seen, weights[..., start : start + width], 0.0)
+        for seen, start, width in zip(live, starts, widths, strict=True)
+    ]
+    return masked, jnp.where(lse > NEG_INF / 2, lse, -jnp.inf)

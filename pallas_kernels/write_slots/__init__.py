@@ -1,0 +1,1 @@
+"""Tokens into given slots, in place."""
