@@ -10,6 +10,10 @@ from typing import Protocol
 from kvjax.errors import UsageError
 
 
+class OutputError(UsageError):
+    """Answers cannot be written: a full disk, most often."""
+
+
 class Output(Protocol):
     """A place for answers. Whatever is written is in it when ``write`` returns."""
 
@@ -128,7 +132,7 @@ def _checked(name: str, action: Callable[[], object]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot write {name}: {error.strerror}") from error
+        raise OutputError(f"cannot write {name}: {error.strerror}") from error
 
 
 def silence_standard_streams() -> None:

@@ -9,7 +9,7 @@ from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
 from kvjax.command.inputs import model_source, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
-from kvjax.command.output import Output, open_output
+from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event
@@ -101,11 +101,14 @@ class _Run:
                 if event.phase == "prefill" and self.interrupts.requested():
                     break
                 self._take(event, good)
+        except OutputError:
+            raise
         except KvjaxError as error:
             # In a file, a prompt that happens to be alone fails like one beside others.
             if not self.config.prompts or len(good) > 1:
                 raise
-            self.answers.add(good[0], failed(self.rows[good[0]].id, str(error)))
+            if good[0] not in self.answers:
+                self.answers.add(good[0], failed(self.rows[good[0]].id, str(error)))
         finally:
             self.progress.clear()
             self.decode_s = time.perf_counter() - started
@@ -136,8 +139,8 @@ class _Run:
         failures = [row for row in records if "error" in row]
         if failures:
             first = failures[0]
-            message = f"{len(failures)} of {len(self.rows)} prompts failed; {first['id']}: "
-            print(f"kvjax: {message}{first['error']}", file=sys.stderr)
+            message = f"{len(failures)} of {len(self.rows)} prompts failed, first {first['id']!r}"
+            print(f"kvjax: {message}: {first['error']}", file=sys.stderr)
         automatic = sys.stderr.isatty() and not config.quiet
         if automatic if config.stats is None else config.stats:
             print(

@@ -16,6 +16,7 @@ class Answers:
         self._listed = listed
         self._waiting: dict[int, dict[str, Any]] = {}
         self._next = 0
+        self._added: set[int] = set()
         self._streamed = ""
         self.records: list[dict[str, Any]] = []
 
@@ -25,8 +26,12 @@ class Answers:
             self._output.write(text)
             self._streamed = text
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._added
+
     def add(self, row: int, record: dict[str, Any]) -> None:
         self._waiting[row] = record
+        self._added.add(row)
         while self._next in self._waiting:
             self._write(self._waiting.pop(self._next))
             self._next += 1

@@ -92,7 +92,7 @@ def test_a_broken_row_fails_alone(decode, rows_file, tmp_path):
     outcome = decode("--prompts", path, "-o", tmp_path / "out.jsonl", *SHORT)
     assert outcome.code == 6
     assert outcome.out == ""
-    assert outcome.err.startswith("kvjax: 1 of 3 prompts failed; 2: line 2: Unterminated string")
+    assert outcome.err.startswith("kvjax: 1 of 3 prompts failed, first 2: line 2: Unterminated")
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
     assert records[1] == {
@@ -111,6 +111,28 @@ def test_a_row_that_is_too_long_fails_alone(decode, rows_file, lines):
     assert outcome.code == 6
     assert "shorten the prompt" in json.loads(outcome.out.splitlines()[0])["error"]
     assert len(outcome.out.splitlines()) == lines
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_row_that_is_alone_in_its_file_has_one_record(decode, rows_file, monkeypatch, recorded):
+    def stream(*_, **__):
+        if recorded:
+            failed = kvjax.Result("", (), "error", 3, error="the logits hold NaN")
+            yield kvjax.Event("done", row=0, result=failed)
+        raise kvjax.NumericalError("the logits hold NaN")
+
+    monkeypatch.setattr(kvjax, "stream", stream)
+    outcome = decode("--prompts", rows_file('{"id": "a", "prompt": "b"}'))
+    assert outcome.code == 6
+    assert json.loads(outcome.out)["error"] == "the logits hold NaN"
+    assert decode("-p", "b").code == 5
+
+
+def test_a_full_disk_is_no_failure_of_the_row(decode, rows_file):
+    path = rows_file('{"id": "a", "prompt": "b"}')
+    outcome = decode("--prompts", path, "-o", "/dev/full", *SHORT)
+    assert outcome.code == 2
+    assert outcome.err == "kvjax: cannot write /dev/full: No space left on device\n"
 
 
 def test_a_file_without_a_usable_row_decodes_nothing(decode, rows_file):
