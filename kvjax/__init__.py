@@ -5,11 +5,32 @@
 >>> [answer] = kvjax.generate(lm, ["Tell me a story."], max_new_tokens=64)  # doctest: +SKIP
 """
 
-from kvjax import recipes
-from kvjax.decoding import Event, Result, generate, stream
-from kvjax.errors import CapacityError, KvjaxError, ModelError, NumericalError, UsageError
-from kvjax.loading import LanguageModel, load
-from kvjax.models.forward import forward
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax import recipes
+    from kvjax.decoding import Event, Result, generate, stream
+    from kvjax.errors import CapacityError, KvjaxError, ModelError, NumericalError, UsageError
+    from kvjax.loading import LanguageModel, load
+    from kvjax.models.forward import forward
+
+# Where each public name lives. Imported when first asked for: JAX takes a second to import, and a
+# command has to answer --help and Ctrl-C before that.
+_HOMES = {
+    "CapacityError": "kvjax.errors",
+    "Event": "kvjax.decoding",
+    "KvjaxError": "kvjax.errors",
+    "LanguageModel": "kvjax.loading",
+    "ModelError": "kvjax.errors",
+    "NumericalError": "kvjax.errors",
+    "Result": "kvjax.decoding",
+    "UsageError": "kvjax.errors",
+    "forward": "kvjax.models.forward",
+    "generate": "kvjax.decoding",
+    "load": "kvjax.loading",
+    "stream": "kvjax.decoding",
+}
 
 __all__ = [
     "CapacityError",
@@ -26,3 +47,15 @@ __all__ = [
     "recipes",
     "stream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recipes":
+        return importlib.import_module("kvjax.recipes")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,8 +15,9 @@ store to it has bias -inf, so its finite garbage is never attended."""
 class KVPages:
     """The pool of pages of one layer and one codec class.
 
-    A page belongs to one KV head, so heads may hold different numbers of tokens. A slot is one token
-    of one head. Keys carry their rotary position already, so the order of slots has no meaning.
+    A page belongs to one KV head, so heads may hold different numbers of tokens. A slot is one
+    token of one head. Keys carry their rotary position already, so the order of slots has no
+    meaning.
 
     Attributes:
         k: keys, one row a slot.

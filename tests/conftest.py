@@ -6,7 +6,7 @@ import jaxtyping
 
 # Where arrays are computed with; elsewhere tests pass wrong types on purpose.
 CHECKED = (
-    "kvjax.cache.slots",
+    "kvjax.cache",
     "kvjax.decoding",
     "kvjax.models.attention",
     "kvjax.models.decoder",

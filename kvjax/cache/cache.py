@@ -20,14 +20,14 @@ class FreeList:
         count: how many are.
     """
 
-    pages: Int[Array, " pages-1"]
+    pages: Int[Array, " free_pages"]
     count: Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What one layer holds: for each codec class a pool, the block tables into it and its free list.
+    """What one layer holds: for each codec class a pool, its block tables and its free list.
 
     A table entry is the page of that row and KV head, ``SCRATCH_PAGE`` where there is none yet.
     """
@@ -46,7 +46,7 @@ class KVCache:
     only grows; the live slots, those with ``bias > -inf``; and the slot where the next token goes.
 
     Attributes:
-        layers: one ``LayerCache`` a layer, never stacked: a scan over stacked layers would copy them.
+        layers: one ``LayerCache`` a layer, never stacked: a scan over stacked ones would copy them.
         length: tokens read so far in each row.
     """
 

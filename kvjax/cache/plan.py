@@ -111,13 +111,11 @@ class Plan:
         largest = self.largest_batch()
         if largest is None or self.geometry.rows <= largest:
             return
-        advice = (
-            f"pass --batch-size {largest}" if largest else "pass a smaller --max-new-tokens or model"
-        )
+        advice = f"--batch-size {largest}" if largest else "a smaller --max-new-tokens or model"
         raise CapacityError(
             f"{self.geometry.rows} rows of {self.tokens} tokens need "
             f"{_size(self.geometry.nbytes)} of cache beside {_size(self.parameter_bytes)} of "
-            f"weights, and there are {_size(self.memory_bytes)}: {advice}"
+            f"weights, and there are {_size(self.memory_bytes)}: pass {advice}"
         )
 
     def rows(self) -> list[tuple[str, str]]:

@@ -97,9 +97,6 @@ class _Run:
         started = time.perf_counter()
         try:
             for event in events if good else ():
-                # A batch that has not begun has nothing to keep.
-                if event.phase == "prefill" and self.interrupts.requested():
-                    break
                 self._take(event, good)
         except OutputError:
             raise

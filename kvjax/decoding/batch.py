@@ -85,9 +85,7 @@ class Batch:
             finish_reason=row.finish,
             prompt_tokens=len(row.request.ids),
             reasoning=reasoning,
-            report=report(
-                self._lm, self._options, self._planned, self._clock, self._log[i], row
-            ),
+            report=report(self._lm, self._options, self._planned, self._clock, self._log[i], row),
             error=row.error,
         )
         return Event("done", row=row.request.row, result=result)

@@ -120,7 +120,17 @@ def stream(
         yield Event("done", row=row, result=failed)
     rows = min(batch_size, len(requests))
     for start in range(0, len(requests), batch_size):
-        yield from _decode_batch(lm, requests[start : start + batch_size], rows, options, should_stop)
+        batch = requests[start : start + batch_size]
+        if should_stop():
+            yield from _not_begun(batch)
+        else:
+            yield from _decode_batch(lm, batch, rows, options, should_stop, alone=len(prompts) == 1)
+
+
+def _not_begun(requests: list[Request]) -> Iterator[Event]:
+    for request in requests:
+        result = Result("", (), "interrupted", len(request.ids))
+        yield Event("done", row=request.row, result=result)
 
 
 def _decode_batch(
@@ -129,8 +139,13 @@ def _decode_batch(
     rows: int,
     options: Options,
     should_stop: Callable[[], bool],
+    alone: bool,
 ) -> Iterator[Event]:
-    """Decode up to ``rows`` requests together; the rows left over stay empty."""
+    """Decode up to ``rows`` requests together; the rows left over stay empty.
+
+    Raises:
+        NumericalError: the logits of the only prompt (``alone``) are not finite.
+    """
     planned = plan(
         lm.config,
         options.recipe,
@@ -149,7 +164,7 @@ def _decode_batch(
         yield from batch.take(output)
         yield Event("phase", phase="decode")
         yield from _decode(lm, state, sampling, batch, requests, options, should_stop)
-    if batch.numerical_error and len(requests) == 1:
+    if batch.numerical_error and alone:
         raise NumericalError(batch.numerical_error)
 
 

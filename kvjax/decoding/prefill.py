@@ -82,7 +82,7 @@ def _attend_history(q, positions, layer: LayerCache, length, scale, window):
     (pool,), (table,) = layer.pools, layer.tables
     rows, kv_heads, width = table.shape
     step = max(1, HISTORY_BLOCK // pool.page_size)
-    table = jnp.pad(table, ((0, 0), (0, 0), (0, -width % step)))  # the scratch page's slots are free
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -width % step)))  # with the scratch page
 
     def block(i, carry):
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, 2)

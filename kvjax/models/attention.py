@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.models.layers import precision
+from pallas_kernels.einsum import einsum_float32
 
 NEG_INF = -1e30  # finite, so that a row with nothing to attend gives zeros and never NaN
 
@@ -32,8 +32,7 @@ def biased_attention(
     """
     batch, length, heads, dim = q.shape
     grouped = q.reshape(batch, length, k.shape[1], heads // k.shape[1], dim)
-    exact = {"precision": precision(q.dtype), "preferred_element_type": jnp.float32}
-    dots = jnp.einsum("bthgd,bhsd->bhgts", grouped, k, **exact)
+    dots = einsum_float32("bthgd,bhsd->bhgts", grouped, k)
     bias = bias[:, :, None]
     seen = bias > NEG_INF
     scores = jnp.where(seen, dots * scale + bias, NEG_INF)
@@ -41,7 +40,7 @@ def biased_attention(
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
     weights = (weights / jnp.maximum(total, 1e-30)).astype(v.dtype)
-    out = jnp.einsum("bhgts,bhsd->bthgd", weights, v, **exact)
+    out = einsum_float32("bhgts,bhsd->bthgd", weights, v)
     lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), NEG_INF)[..., 0]
     return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1).reshape(batch, length, heads)
 

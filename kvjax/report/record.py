@@ -15,8 +15,10 @@ def record(name: str | int, result: Result, load_s: float) -> dict[str, Any]:
         result: the answer.
         load_s: seconds that loading the model took.
     """
-    if not result.report:
-        return failed(name, result.error or result.finish_reason)
+    if result.error and not result.report:
+        return failed(name, result.error)
+    if not result.report:  # interrupted before it began
+        return {"id": name, "text": "", "reasoning": None, "finish_reason": result.finish_reason}
     answer = {
         "id": name,
         "text": result.text,

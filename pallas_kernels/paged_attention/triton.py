@@ -67,8 +67,8 @@ def paged_attention_triton(
         _shares(columns, q_pos, pages, table, scale, window, interpret)
         for pages, table in zip(pools, tables, strict=True)
     ]
-    out, top, total = (jnp.concatenate(parts, 2)[..., :group] for parts in zip(*shares, strict=True))
-    out, lse = _combine(out, top, total, sinks)
+    parts = (jnp.concatenate(part, 2)[..., :group] for part in zip(*shares, strict=True))
+    out, lse = _combine(*parts, sinks)
     return out.swapaxes(2, 3).reshape(q.shape), lse.reshape(q.shape[:2])
 
 

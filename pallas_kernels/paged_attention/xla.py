@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.layout import KVPages
 
 NEG_INF = -1e30  # finite, so that a row with no live slot gives zeros and never NaN
@@ -20,16 +21,13 @@ def paged_attention_xla(
     sinks: Float[Array, " Hq"] | None,
 ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
     """See ``pallas_kernels.paged_attention``. Free slots of a named page must be finite."""
-    # Float32 means float32, also where a GPU would round products to TF32.
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    exact = {"precision": precision, "preferred_element_type": jnp.float32}
     rows, heads = tables[0].shape[:2]
     grouped = q.reshape(rows, heads, -1, q.shape[2])
 
     logits, live = [], []
     for pages, table in zip(pools, tables, strict=True):
         k = pages.k[table].reshape(rows, heads, -1, q.shape[2])
-        dots = jnp.einsum("bhgd,bhsd->bhgs", grouped, k, **exact)
+        dots = einsum_float32("bhgd,bhsd->bhgs", grouped, k)
         bias = pages.bias[table]
         if window is not None:
             near = q_pos[:, None, None, None] - pages.pos[table] < window
@@ -43,7 +41,7 @@ def paged_attention_xla(
     for pages, table, part in zip(pools, tables, weights, strict=True):
         part = part.astype(pages.v.dtype).reshape(*part.shape[:3], table.shape[2], -1)
         # Page by page and then summed: one product over all slots would first move every value.
-        out += jnp.einsum("bhgpt,bhpdt->bhpgd", part, pages.v[table], **exact).sum(2)
+        out += einsum_float32("bhgpt,bhpdt->bhpgd", part, pages.v[table]).sum(2)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 

@@ -42,6 +42,7 @@ def start(model, cache):
     def run(*argv: str, code: str | None = None, kept=cache, **options) -> subprocess.Popen:
         program = ["-m", "kvjax.decode"] if code is None else ["-c", code]
         environment = os.environ | {"XDG_CACHE_HOME": str(kept), "JAX_PLATFORMS": "cpu"}
+        environment["PYTHONUNBUFFERED"] = ""  # buffers are what fails a second time at exit
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         command = [sys.executable, *program, "--model", str(model), *argv]
         started.append(subprocess.Popen(command, env=environment, text=True, **options))
@@ -172,3 +173,4 @@ def test_interrupts_leave_the_handler_as_it_was():
         while not interrupts.requested():
             time.sleep(0.001)
     assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
