@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 from kvjax.errors import CapacityError, KvjaxError, UsageError
@@ -76,7 +77,7 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
         UsageError: an empty prompt, ids out of the vocabulary, messages without a chat template.
         CapacityError: a prompt that leaves no room in the model's context.
     """
-    ids = tuple(_tokenise(lm, prompt, options))
+    ids = tuple(map(int, _tokenise(lm, prompt, options)))
     if not ids:
         raise UsageError("the prompt is empty: give it at least one token")
     context = lm.config.context_length
@@ -91,7 +92,7 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
 
 
 def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[int]:
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+    if not isinstance(prompt, str) and all(isinstance(token, numbers.Integral) for token in prompt):
         bad = [token for token in prompt if not 0 <= token < lm.config.vocab_size]
         if bad:
             raise UsageError(

@@ -1,0 +1,27 @@
+"""The compiler for a GPU that need not be there."""
+
+import jaxtyping
+import pytest
+
+
+@pytest.fixture(scope="session")
+def h200(tmp_path_factory):
+    """Compiles for an NVIDIA H200."""
+    pytest.importorskip(
+        "jax_cuda13_plugin", reason="needs the CUDA plug-in: `make test-all` sets it up"
+    )
+    # The plug-in comes without CUDA's own libraries, and would refuse to be without them.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        from tests.aot.h200 import H200
+
+        yield H200(tmp_path_factory.mktemp("dump"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_for_arrays():
+    """Annotations say arrays, and here only their shapes go in."""
+    checked = not jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", not checked)

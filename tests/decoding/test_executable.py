@@ -1,0 +1,82 @@
+"""What XLA's CPU backend makes of a chunk of decoding: nothing as large as a pool or weight moves.
+
+The CPU backend keeps each scatter into a pool as one fused scatter of the pool's own shape, done in
+place, since the pool is donated and every read of it comes before or after; and reads ``[N, K]``
+weights where they lie (a bfloat16 weight is widened inside the product, a tile at a time).
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.cache import Geometry, init_cache
+from kvjax.decoding import DecodeState, decode_chunk
+from tests.models import goldens
+
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \w+\[([0-9,]+)\]\S* ([\w\-]+)\(", re.M)
+NAMES = {"parameter", "get-tuple-element", "bitcast", "fusion"}
+"""Instructions that move nothing; what a fusion does is listed in its own computation."""
+
+
+def moved(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
+    """What is done to arrays of these shapes, in any order of their axes."""
+    shapes = {tuple(sorted(shape)) for shape in shapes}
+    found = set()
+    for dims, operation in INSTRUCTION.findall(text):
+        if tuple(sorted(map(int, dims.split(",")))) in shapes:
+            found.add(operation)
+    return found - NAMES
+
+
+def compiled(lm: kvjax.LanguageModel, rows: int):
+    config = lm.config
+    geometry = Geometry(
+        num_layers=config.num_layers,
+        rows=rows,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=16,
+        pages_per_head=499,
+        dtype=lm.dtype,
+    )
+    zeros = jnp.zeros(rows, jnp.int32)
+    state = DecodeState(init_cache(geometry), zeros, zeros, jnp.ones(rows, bool))
+    lowered = decode_chunk.lower(
+        lm.model, state, None, zeros == 1, steps=4, stop_ids=(1,), width=16
+    )
+    return geometry, lowered.compile()
+
+
+@pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [("float32", 2), pytest.param("bfloat16", 2, marks=pytest.mark.slow), ("bfloat16", 1)],
+)
+def test_pools_and_weights_stay_where_they_are(dtype, rows):
+    lm = kvjax.load(goldens.FOLDER / "llama", dtype=dtype)
+    geometry, program = compiled(lm, rows)
+    text = program.as_text()
+    assert len(re.findall(r" while\(", text)) == 1
+    pages, page, dim = geometry.pages, geometry.page_size, geometry.head_dim
+    assert moved(text, {(pages, page, dim), (pages, page)}) == {"scatter"}
+
+    weights = [leaf for leaf in jax.tree.leaves(lm.model) if leaf.ndim > 1]
+    flat = {(weight.size // weight.shape[-1], weight.shape[-1]) for weight in weights}
+    assert moved(text, {weight.shape for weight in weights} | flat) == set()
+
+    memory = program.memory_analysis()
+    # The state is updated in place: nearly all that comes out is what went in.
+    assert memory.alias_size_in_bytes >= geometry.nbytes
+    assert memory.temp_size_in_bytes < geometry.pool_bytes / geometry.num_layers
+
+
+def test_what_moves_would_be_seen():
+    def body(pool, _):
+        turned = pool.swapaxes(1, 2) * 2
+        return jnp.cumsum(turned.swapaxes(1, 2), 1), turned.sum()
+
+    program = jax.jit(lambda pool: jax.lax.scan(body, pool, length=3)).lower(jnp.ones((501, 16, 8)))
+    assert moved(program.compile().as_text(), {(501, 16, 8)}) - {"scatter"}

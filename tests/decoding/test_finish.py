@@ -1,0 +1,254 @@
+"""Why a row ends, and what becomes of its neighbours."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import kvjax
+from tests.decoding import small
+from tests.decoding.small import NEW, decode, prompts, usual
+
+
+def reasons(results) -> list[str]:
+    return [result.finish_reason for result in results]
+
+
+def changed(lm: kvjax.LanguageModel, change) -> kvjax.LanguageModel:
+    """The model with other parameters; ``change`` is applied to a copy of its decoder."""
+    graph, state = nnx.split(lm.model)
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    change(model)
+    return dataclasses.replace(lm, model=model)
+
+
+def test_length():
+    results = decode(prompts())
+    assert reasons(results) == ["length"] * 4
+    assert [len(result.tokens) for result in results] == [NEW] * 4
+    assert [result.prompt_tokens for result in results] == list(small.LENGTHS)
+
+
+@pytest.mark.slow
+def test_a_single_token():
+    results = decode(prompts(), max_new_tokens=1)
+    assert [result.tokens for result in results] == [row[:1] for row in usual()]
+    assert reasons(results) == ["length"] * 4
+
+
+def test_every_stop_id_stops_and_the_first_token_may_be_one():
+    rows = usual()
+    stops = (rows[0][7], rows[1][11], rows[2][0], 95)
+    results = decode(prompts(), stop_ids=stops)
+    for row, result in zip(rows, results, strict=True):
+        at = next((i for i, token in enumerate(row) if token in stops), None)
+        assert result.tokens == (row if at is None else row[: at + 1])
+        assert result.finish_reason == ("length" if at is None else "stop")
+    assert len(results[2].tokens) == 1
+    assert reasons(results)[:3] == ["stop"] * 3
+    own = dataclasses.replace(small.lm().defaults, stop_ids=stops)
+    again = decode(prompts(), dataclasses.replace(small.lm(), defaults=own))
+    assert [result.tokens for result in again] == [result.tokens for result in results]
+
+
+def test_a_stop_on_the_last_token_is_a_stop():
+    places = ((row, at) for row in range(4) for at in range(16, NEW))
+    row, last = next((r, i) for r, i in places if usual()[r][i] not in usual()[r][:i])
+    results = decode(prompts(), stop_ids=(usual()[row][last],), max_new_tokens=last + 1)
+    assert results[row].tokens == usual()[row][: last + 1]
+    assert results[row].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("context", [50, pytest.param(32, marks=pytest.mark.slow)])
+def test_the_end_of_the_context(context):
+    lm = small.lm(context=context)
+    results = decode(prompts(), lm)
+    rooms = [context - length for length in small.LENGTHS]
+    for row, result, room in zip(usual(), results, rooms, strict=True):
+        assert result.tokens == row[: min(room, NEW)]
+        assert result.finish_reason == ("length" if room >= NEW else "cache_full")
+    assert "cache_full" in reasons(results)
+    # Exactly as many as there is room for is no lack of room.
+    exact = prompts([context - NEW])[0]
+    results = decode([exact, *prompts()[1:]], lm)
+    assert (results[0].finish_reason, len(results[0].tokens)) == ("length", NEW)
+
+
+def test_repetition():
+    """A model that only ever says one thing."""
+
+    def mute(model):
+        model.lm_head = nnx.Param(jnp.zeros_like(model.lm_head[...]))
+
+    lm = changed(small.lm(), mute)
+    [result] = kvjax.generate(lm, [[1, 2, 3]], max_new_tokens=600, chunk=64)
+    assert result.finish_reason == "repetition"
+    assert result.tokens == (0,) * 512
+    [result] = kvjax.generate(lm, [[1, 2, 3]], max_new_tokens=600, chunk=64, repetition_stop=False)
+    assert (result.finish_reason, len(result.tokens)) == ("length", 600)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4])
+def test_interrupted(after):
+    polls = []
+
+    def should_stop() -> bool:
+        polls.append(None)
+        return len(polls) > after
+
+    results = decode(prompts(), should_stop=should_stop)
+    assert len(polls) == after + 1
+    kept = {len(result.tokens) for result in results}
+    # Asked before the batch, and before every chunk. The first token is prefill's; the chunk that
+    # runs while the host asks is not waited for.
+    assert kept == {0 if after == 0 else 1 + small.CHUNK * max(after - 2, 0)}
+    assert reasons(results) == ["interrupted"] * 4
+    for row, result in zip(usual(), results, strict=True):
+        assert result.tokens == row[: len(result.tokens)]
+        assert bool(result.report) == (after > 0)
+
+
+def test_batches_that_have_not_begun_are_interrupted_too():
+    """The first batch ends by itself, then the host asks to stop."""
+    done = []
+    events = kvjax.stream(
+        small.lm(),
+        [*prompts(), *prompts()[:2]],
+        recipe=kvjax.recipes.full(small.PAGE),
+        max_new_tokens=NEW,
+        batch_size=4,
+        chunk=small.CHUNK,
+        should_stop=lambda: len(done) == 4,
+    )
+    for event in events:
+        if event.kind == "done":
+            done.append(event)
+    assert [event.row for event in done] == [0, 1, 2, 3, 4, 5]
+    assert reasons(event.result for event in done) == ["length"] * 4 + ["interrupted"] * 2
+    assert [event.result.prompt_tokens for event in done[4:]] == list(small.LENGTHS[:2])
+
+
+BAD = [([], "empty"), ([3, 96], "96 is outside"), ([-1], "-1 is outside"), ("text", "no tokenizer")]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_a_bad_prompt_alone_raises(bad, message):
+    with pytest.raises(kvjax.UsageError, match=message):
+        decode([bad])
+
+
+def test_a_prompt_that_fills_the_context():
+    lm = small.lm(context=50)
+    with pytest.raises(kvjax.CapacityError, match=r"50 tokens .* holds 50: shorten .* at least 1 "):
+        decode([[1] * 50], lm)
+    with pytest.raises(kvjax.CapacityError, match="at least 9 tokens"):
+        decode([[1] * 58], lm)
+    results = decode([[1] * 50, *prompts()], lm)
+    assert reasons(results) == ["error", "length", "cache_full", "length", "length"]
+    assert "50 tokens" in results[0].error
+
+
+def test_bad_prompts_among_others():
+    first, second, third, fourth = prompts()
+    mixed = [first, BAD[0][0], second, BAD[1][0], third, "text", fourth]
+    results = decode(mixed)
+    assert reasons(results) == ["length", "error"] * 3 + ["length"]
+    assert [result.tokens for result in results[::2]] == list(usual())
+    for result, (_, message) in zip(results[1::2], (BAD[0], BAD[1], BAD[3]), strict=True):
+        assert message in result.error
+        assert (result.text, result.tokens, result.prompt_tokens) == ("", (), 0)
+    assert all(result.error is None for result in results[::2])
+
+
+def test_only_bad_prompts_and_no_prompts():
+    assert reasons(decode([[], [99]])) == ["error", "error"]
+    assert decode([]) == []
+
+
+@pytest.fixture
+def poisoned() -> kvjax.LanguageModel:
+    """Whoever reads token 95 gets NaN."""
+
+    def poison(model):
+        model.embed = nnx.Param(model.embed[...].at[95].set(jnp.nan))
+
+    assert all(95 not in row for row in usual())
+    return changed(small.lm(), poison)
+
+
+def test_nan_in_a_row_leaves_its_neighbours_alone(poisoned):
+    bad = [*prompts()[1][:-1], 95]
+    results = decode([prompts()[0], bad, prompts()[2], prompts()[3]], poisoned)
+    assert reasons(results) == ["length", "error", "length", "length"]
+    assert [results[i].tokens for i in (0, 2, 3)] == [usual()[i] for i in (0, 2, 3)]
+    assert "row 1: the logits hold NaN" in results[1].error
+
+
+def test_nan_that_comes_while_decoding():
+    """A row chooses a token that no other row has, whose embedding is NaN."""
+
+    def others(row):
+        return {t for r in range(4) if r != row for t in (*prompts()[r], *usual()[r])}
+
+    places = ((row, at) for row in range(4) for at in range(2, NEW - small.CHUNK))
+    row, at = next(
+        (r, i)
+        for r, i in places
+        if usual()[r][i] not in {*prompts()[r], *usual()[r][:i], *others(r)}
+    )
+
+    def poison(model):
+        model.embed = nnx.Param(model.embed[...].at[usual()[row][at]].set(jnp.nan))
+
+    results = decode(prompts(), changed(small.lm(), poison))
+    for i, (expected, result) in enumerate(zip(usual(), results, strict=True)):
+        if i == row:
+            assert result.finish_reason == "error"
+            assert result.tokens[: at + 1] == expected[: at + 1]
+        else:
+            assert (result.finish_reason, result.tokens) == ("length", expected)
+
+
+def test_nan_in_the_only_prompt_raises(poisoned):
+    with pytest.raises(kvjax.NumericalError, match=r"row 0: .* NaN .* --dtype float32") as error:
+        decode([[95, *prompts()[0]]], poisoned)
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_nan_in_a_batch_of_one_among_several_prompts(poisoned, order):
+    """Batches hold one row each; the other prompt still gets its answer."""
+    both = [prompts()[0], [95, *prompts()[1]]]
+    results = decode([both[i] for i in order], poisoned, batch_size=1)
+    assert reasons(results) == [["length", "error"][i] for i in order]
+    assert results[order.index(0)].tokens == usual()[0]
+
+
+def test_what_does_not_fit_in_memory(monkeypatch):
+    module = importlib.import_module("kvjax.decoding.generate")
+    monkeypatch.setattr(module, "device_memory", lambda: 10**6)
+    with pytest.raises(kvjax.CapacityError, match=r"4 rows of .* pass --batch-size \d+$"):
+        decode(prompts(), max_new_tokens=1500)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_new_tokens", 0, "at least 1, got 0"),
+        ("temperature", -0.1, "at least 0, got -0.1"),
+        ("temperature", float("nan"), "at least 0, got nan"),
+        ("top_k", -1, "at least 0, got -1"),
+        ("top_p", 1.5, "between 0 and 1, got 1.5"),
+        ("min_p", -1.0, "between 0 and 1, got -1.0"),
+        ("seed", -1, "between 0 and 4294967295, got -1"),
+        ("seed", 2**32, "got 4294967296"),
+        ("batch_size", 0, "at least 1, got 0"),
+        ("chunk", 0, "at least 1, got 0"),
+    ],
+)
+def test_options_out_of_range(option, value, message):
+    with pytest.raises(kvjax.UsageError, match=f"{option} must be .*{message}"):
+        decode(prompts(), **{option: value})

@@ -1,0 +1,161 @@
+"""What a result reports, against a recount."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import memory
+from kvjax.cache import init_cache, plan
+from kvjax.decoding.clock import Clock
+from tests.decoding import small
+from tests.decoding.small import LENGTHS, NEW, PAGE, decode, prompts
+
+LAYERS, HEADS, DIM = 3, 2, 8
+SLOT = 2 * DIM * 4 + 8
+
+
+@pytest.fixture(scope="module")
+def results() -> list[kvjax.Result]:
+    return decode(prompts())
+
+
+def test_it_is_json(results):
+    for result in results:
+        assert json.loads(json.dumps(result.report, allow_nan=False)) == result.report
+
+
+def test_usage(results):
+    for result, length in zip(results, LENGTHS, strict=True):
+        assert result.report["usage"] == {"prompt": length, "generated": NEW, "think": 0}
+
+
+def test_live_tokens_are_the_logical_ones(results):
+    """The full cache holds every token that was read; the last one chosen was not."""
+    for result, length in zip(results, LENGTHS, strict=True):
+        kv = result.report["kv"]
+        assert kv["method"] == "full"
+        live = [length, length + 8, length + 16, length + NEW - 1]
+        assert kv["live_tokens"] == {"min": length, "mean": np.mean(live), "max": live[-1]}
+        assert kv["logical_tokens"] == kv["live_tokens"]["max"]
+
+
+def test_bytes(results):
+    config = small.lm().config
+    planned = plan(
+        config,
+        kvjax.recipes.full(PAGE),
+        batch_size=4,
+        prompt_tokens=31,
+        max_new_tokens=NEW,
+        dtype="float32",
+        parameter_bytes=0,
+    )
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(init_cache(planned.geometry)))
+    for result, length in zip(results, LENGTHS, strict=True):
+        size = result.report["kv"]["bytes"]
+        held = length + NEW - 1
+        pages = LAYERS * HEADS * -(-held // PAGE)
+        assert size["codes"] == LAYERS * HEADS * held * 2 * DIM * 4
+        assert size["metadata"] == LAYERS * HEADS * held * 8
+        assert size["total_live"] == pages * (PAGE * SLOT + 4)
+        assert size["pool_allocated"] == allocated
+        logical = result.report["kv"]["logical_tokens"]
+        assert size["full_bf16"] == LAYERS * HEADS * logical * 2 * DIM * 2
+
+
+def test_ratios(results):
+    for result in results:
+        kv = result.report["kv"]
+        ratio = kv["ratio"]
+        assert ratio["end"] == kv["bytes"]["total_live"] / kv["bytes"]["full_bf16"]
+        # Float32 and whole pages: more than twice a bare bf16 cache.
+        assert 2 < ratio["end"] < 4 and 2 < ratio["time_avg"] < 6
+        assert ratio["peak"] >= ratio["end"]
+
+
+def test_settings_and_timing(results):
+    run = decode(prompts(), seed=7, temperature=0.5, top_k=3)[0].report["run"]
+    wanted = {
+        "max_new_tokens": NEW,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 1.0,
+        "seed": 7,
+        "batch_size": 4,
+        "dtype": "float32",
+        "model": small.lm().source,
+        "model_revision": None,
+        "model_fingerprint": small.lm().fingerprint,
+        "jax": jax.__version__,
+    }
+    assert {name: run[name] for name in wanted} == wanted
+    assert run["parameter_bytes"] == sum(x.nbytes for x in jax.tree.leaves(small.lm().model))
+    timing = results[0].report["timing"]
+    assert timing["ttft_s"] >= timing["prefill_s"] >= 0
+    assert timing["decode_tok_s"] > 0 and timing["decode_s"] > 0
+    assert timing["ms_per_token"]["p99"] >= timing["ms_per_token"]["p50"] > 0
+    assert results[0].report["memory"]["peak_bytes"] > 10**7
+
+
+def test_progress_adds_the_rows_up():
+    events = kvjax.stream(
+        small.lm(),
+        prompts(),
+        recipe=kvjax.recipes.full(PAGE),
+        max_new_tokens=NEW,
+        batch_size=4,
+        chunk=small.CHUNK,
+    )
+    last = [event.progress for event in events if event.kind == "text"][-1]
+    held = [length + NEW - 1 for length in LENGTHS]
+    assert (last.generated, last.limit) == (4 * NEW, 4 * NEW)
+    assert last.live_tokens == last.logical_tokens == sum(held)
+    pages = LAYERS * HEADS * sum(-(-n // PAGE) for n in held)
+    assert last.kv_bytes == pages * (PAGE * SLOT + 4)
+    assert last.full_bytes == LAYERS * HEADS * sum(held) * 2 * DIM * 2
+    assert last.tokens_per_s > 0
+
+
+def test_a_clock_tells_compilation_apart(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def wait(seconds, compiling=0.0):
+        now[0] += seconds
+        if compiling:
+            jax.monitoring.record_event_duration_secs(
+                "/jax/core/compile/backend_compile_duration", compiling
+            )
+            jax.monitoring.record_event_duration_secs("/something/else", 50.0)
+
+    with Clock() as clock:
+        wait(5, compiling=3.0)
+        clock.mark(4)
+        wait(2)
+        clock.mark(32)
+        wait(3, compiling=1.0)
+        clock.mark(32)
+    wait(10, compiling=7.0)
+    times = clock.as_dict()
+    assert (times["ttft_s"], times["prefill_s"], times["prefill_compile_s"]) == (5, 2, 3)
+    assert (times["compile_s"], times["decode_s"], times["decode_tok_s"]) == (4, 4, 16)
+    assert times["ms_per_token"]["p50"] == pytest.approx(62.5)
+
+
+def test_a_clock_that_saw_prefill_alone():
+    with Clock() as clock:
+        clock.mark(2)
+    times = clock.as_dict()
+    assert (times["decode_s"], times["decode_tok_s"]) == (0, 0)
+    assert times["ms_per_token"] == {"p50": None, "p99": None}
+
+
+def test_memory_of_this_machine():
+    total = memory.device_memory()
+    used = memory.memory_in_use()
+    assert total > 10**8
+    assert 10**7 < used["peak_bytes"] < total

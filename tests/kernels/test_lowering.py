@@ -1,0 +1,97 @@
+"""The kernels lower for the GPUs they are meant for, on a machine that has none."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import KVPages, paged_attention, write_slots
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
+GPUS = ["NVIDIA A100", "NVIDIA H200"]
+KERNEL = "__gpu$xla.gpu.triton"
+
+
+def lower(gpu: str, fn, *arguments) -> str:
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(gpu, None, "gpu"))
+    with use_abstract_mesh(mesh):
+        return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.Array:
+    return jnp.zeros(sizes, dtype)
+
+
+def pool(dim: int, page: int, dtype) -> KVPages:
+    return KVPages(
+        shape(9, page, dim, dtype=dtype),
+        shape(9, dim, page, dtype=dtype),
+        shape(9, page, dtype=jnp.float32),
+        shape(9, page, dtype=jnp.int32),
+    )
+
+
+def attention(gpu, dtype, dim, group, page, pools, full, implementation=None) -> str:
+    attend = functools.partial(
+        paged_attention, scale=0.1, window=8 if full else None, implementation=implementation
+    )
+    table = shape(3, 2, 4, dtype=jnp.int32)
+    return lower(
+        gpu,
+        lambda q, pools, tables, q_pos, sinks: attend(
+            q, pools, tables, q_pos=q_pos if full else None, sinks=sinks if full else None
+        ),
+        shape(3, 2 * group, dim, dtype=dtype),
+        (pool(dim, page, dtype),) * pools,
+        (table,) * pools,
+        shape(3, dtype=jnp.int32),
+        shape(2 * group, dtype=jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "page", "pools", "full"),
+    [
+        (jnp.bfloat16, 128, 4, 64, 1, False),
+        (jnp.bfloat16, 64, 8, 64, 2, True),
+        (jnp.float32, 64, 3, 16, 1, True),
+        (jnp.float32, 16, 16, 64, 1, False),
+    ],
+)
+def test_paged_attention(gpu, implementation, dtype, dim, group, page, pools, full):
+    text = attention(gpu, dtype, dim, group, page, pools, full, implementation)
+    assert text.count(KERNEL) == pools
+    assert "paged_attention" in text
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_paged_attention_that_the_kernel_cannot_do(gpu):
+    assert KERNEL not in attention(gpu, jnp.bfloat16, 96, 4, 64, 1, False)
+    assert KERNEL not in attention(gpu, jnp.bfloat16, 64, 4, 64, 1, False, "xla")
+    with pytest.raises(NotImplementedError, match="96"):
+        attention(gpu, jnp.bfloat16, 96, 4, 64, 1, False, "triton")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "page", "tokens", "launches"),
+    [
+        (jnp.bfloat16, 128, 64, 1, 1),
+        (jnp.float32, 64, 16, 16, 1),
+        (jnp.float32, 96, 16, 16, 0),
+    ],
+)
+def test_write_slots(gpu, dtype, dim, page, tokens, launches):
+    places = shape(3, 2, tokens, dtype=jnp.int32)
+    heads = shape(3, 2, tokens, dim, dtype=dtype)
+    positions = shape(3, tokens, dtype=jnp.int32)
+    arguments = pool(dim, page, dtype), places, places, heads, heads, positions
+    text = lower(gpu, write_slots, *arguments)
+    assert text.count(KERNEL) == launches
+    if launches:  # in place: the result takes over all four arrays of the pool
+        line = next(line for line in text.splitlines() if KERNEL in line)
+        assert line.count("#stablehlo.output_operand_alias") == 4
