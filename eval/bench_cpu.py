@@ -4,8 +4,8 @@
 
 SmolLM2-135M-Instruct, greedy, float32. PYTHON has torch, transformers, gguf and accelerate. Both
 sides keep their model loaded and have decoded once before anything is timed; then they take turns.
-A turn in which other processes used a core noticeably is taken again: it is recorded, and it is
-not among the figures. A token counts from the moment that its side hands it over.
+A turn in which other processes used the cores noticeably is taken again at once: it is recorded,
+and it is not among the figures. A token counts from the moment that its side hands it over.
 """
 
 import argparse
@@ -105,40 +105,55 @@ def answer(lm: kvjax.LanguageModel, ids: Sequence[int], new_tokens: int) -> Answ
     return Answer(list(result.tokens), times[0] - start, times[-1] - start)
 
 
-Turn = dict[str, tuple[Answer, float]]
-"""Each side's answer, and the cores that others used meanwhile."""
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One side's answer, and the cores that other processes used meanwhile."""
+
+    answer: Answer
+    others: float
+
+    @property
+    def undisturbed(self) -> bool:
+        return self.others < DISTURBED
+
+    def as_dict(self) -> dict:
+        return {
+            "first_s": self.answer.first_s,
+            "total_s": self.answer.total_s,
+            **self.answer.rates(),
+            "cores_used_by_others": self.others,
+            "undisturbed": self.undisturbed,
+        }
 
 
 def in_turns(
     sides: dict[str, Callable[[], Answer]], repeats: int, pids: list[int], patience: float
-) -> list[Turn]:
-    """Turns of all sides, until ``repeats`` are undisturbed or ``patience`` seconds are over.
+) -> dict[str, list[Turn]]:
+    """Every side's turns: one undisturbed turn of each, ``repeats`` times over.
 
-    Every side answers once before, with its compilation.
+    Fewer once ``patience`` seconds are over. Every side answers once before, with its compilation.
     """
     for side in sides.values():
         side()
     deadline = time.monotonic() + patience
-    turns: list[Turn] = []
-    while sum(map(undisturbed, turns)) < repeats and (not turns or time.monotonic() < deadline):
-        turn = {}
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    for _ in range(repeats):
         for name, side in sides.items():
-            wait_for_quiet(pids, deadline)
-            others = Others(pids)
-            turn[name] = side(), others.cores()
-            decode, meanwhile = turn[name][0].rates()["decode"], turn[name][1]
-            print(f"{name:6} {decode:6.1f} tok/s, others {meanwhile:.2f} cores", flush=True)
-        turns.append(turn)
+            while time.monotonic() < deadline:
+                wait_for_quiet(pids, deadline)
+                others = Others(pids)
+                turn = Turn(side(), others.cores())
+                turns[name].append(turn)
+                decode = turn.answer.rates()["decode"]
+                print(f"{name:6} {decode:6.1f} tok/s, others {turn.others:.2f} cores", flush=True)
+                if turn.undisturbed:
+                    break
     return turns
 
 
-def undisturbed(turn: Turn) -> bool:
-    return all(others < DISTURBED for _, others in turn.values())
-
-
-def summary(turns: list[Turn], name: str) -> dict:
-    """One side's medians over the undisturbed turns, beside all that was measured."""
-    kept = [turn[name][0] for turn in turns if undisturbed(turn)]
+def summary(turns: list[Turn]) -> dict:
+    """One side's medians over its undisturbed turns, beside all that was measured."""
+    kept = [turn.answer for turn in turns if turn.undisturbed]
     if not kept:
         raise SystemExit("others were at work in every turn; run it again, or with more --patience")
     return {
@@ -146,16 +161,8 @@ def summary(turns: list[Turn], name: str) -> dict:
             kind: statistics.median(one.rates()[kind] for one in kept) for kind in kept[0].rates()
         },
         "median_first_token_s": statistics.median(one.first_s for one in kept),
-        "raw": [
-            {
-                "first_s": turn[name][0].first_s,
-                "total_s": turn[name][0].total_s,
-                **turn[name][0].rates(),
-                "cores_used_by_others": turn[name][1],
-                "undisturbed": undisturbed(turn),
-            }
-            for turn in turns
-        ],
+        "undisturbed": len(kept),
+        "raw": [turn.as_dict() for turn in turns],
     }
 
 
@@ -194,12 +201,12 @@ def main() -> None:
             "peer": lambda: peer.answer(ids, args.new_tokens),
         }
         turns = in_turns(sides, args.repeats, [os.getpid(), peer.pid], args.patience)
-    figures = {name: summary(turns, name) for name in sides}
+    figures = {name: summary(each) for name, each in turns.items()}
     ratio = {
         kind: figures["kvjax"]["median_tokens_per_s"][kind] / theirs
         for kind, theirs in figures["peer"]["median_tokens_per_s"].items()
     }
-    same = agreement(*(turns[0][name][0].tokens for name in sides))
+    same = agreement(*(each[0].answer.tokens for each in turns.values()))
     print(f"ratio {ratio['decode']:.2f}, end to end {ratio['end_to_end']:.2f}; greedy {same}")
     if args.out:
         record = {

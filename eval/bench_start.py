@@ -3,7 +3,7 @@
     python -m kvjax.eval.bench_start --out eval/results/start_cpu.json
 
 Cold: no compiled program is kept from before. Warm: all are. SmolLM2-135M-Instruct, and the model
-file is in the page cache either way. Like in ``bench_cpu``, runs that others disturb are repeated.
+file is in the page cache either way. Runs that other processes disturb are repeated.
 """
 
 import argparse
@@ -94,11 +94,10 @@ def main() -> None:
     runs = measure(model, args.repeats, time.monotonic() + args.patience)
     results = {}
     for kind, each in runs.items():
-        if not kept(each):
-            raise SystemExit(f"others were at work in every {kind} run; try more --patience")
-        median = statistics.median(run["first_s"] for run in kept(each))
+        # Others can only make it slower, so that disturbed runs are still a bound.
+        median = statistics.median(run["first_s"] for run in kept(each) or each)
         results[kind] = {"median_first_s": median, "undisturbed": len(kept(each)), "raw": each}
-        print(f"{kind}: {median:.2f} s to the first character")
+        print(f"{kind}: {median:.2f} s to the first character, {len(kept(each))} undisturbed runs")
     if args.out:
         record = {
             "run": {**run_record(args.commit), "python": platform.python_version()},

@@ -52,6 +52,10 @@ def append(
     pages = jnp.take_along_axis(table, (pos // pool.page_size)[:, None], 2, mode="clip")
     pages = jnp.where(keep[:, None], pages, SCRATCH_PAGE)  # [B, Hkv, T]
     slots = jnp.broadcast_to((pos % pool.page_size)[:, None], pages.shape)
-    k, v = (x.swapaxes(1, 2).astype(pool.k.dtype) for x in (k, v))
+    # Zeros to the scratch page, which every row's table is padded with: a NaN of one row must not
+    # meet another row's attention weight of zero.
+    k, v = (
+        jnp.where(keep[:, None, :, None], x.swapaxes(1, 2), 0).astype(pool.k.dtype) for x in (k, v)
+    )
     pool = write_slots(pool, pages, slots, k, v, pos)
     return LayerCache((pool,), (table,), free)

@@ -45,15 +45,14 @@ class Batch:
 
     def take(self, output: ChunkOutput) -> Iterator[Event]:
         """Read a chunk's output: waits for the device, then tells what each row got."""
-        tokens, real, finite, slots, pages = map(
-            np.asarray, (output.tokens, output.real, output.finite, output.slots, output.pages)
-        )
+        tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
+        held = np.stack([output.length, output.slots, output.pages], 1).tolist()
         self._clock.mark(int(real[:, : len(self.rows)].sum()))
         for i, row in enumerate(self.rows):
             if row.finish is not None:
                 continue
             text, new = row.push(tokens[real[:, i], i].tolist())
-            self._log[i].add(len(row.request.ids) + len(row.tokens), int(slots[i]), int(pages[i]))
+            self._log[i].add(*held[i])
             if not finite[i]:
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "

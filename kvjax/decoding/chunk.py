@@ -40,6 +40,7 @@ class ChunkOutput:
         tokens: the token that each step chose in each row.
         real: False where the row was finished already.
         finite: False for a row whose logits held NaN or infinity.
+        length: tokens that each row has read; the last one chosen is not among them.
         slots: live slots of each row, over all layers and KV heads.
         pages: pages that each row owns, over all layers and KV heads.
     """
@@ -47,12 +48,13 @@ class ChunkOutput:
     tokens: Int[Array, "N B"]
     real: Bool[Array, "N B"]
     finite: Bool[Array, " B"]
+    length: Int[Array, " B"]
     slots: Int[Array, " B"]
     pages: Int[Array, " B"]
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
-        return cls(tokens, real, state.finite, *usage(state.cache))
+        return cls(tokens, real, state.finite, state.cache.length + 0, *usage(state.cache))
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))

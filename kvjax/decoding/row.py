@@ -1,5 +1,6 @@
 """The host's side of one row: its tokens, its text and why it ended."""
 
+import itertools
 from collections.abc import Iterable
 
 from kvjax.decoding.events import FinishReason
@@ -28,6 +29,7 @@ class Row:
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.think_tokens = 0
+        self._thought_from = 0
         self._thinking = bool(lm.tokenizer) and lm.tokenizer.thinking_open(request.ids)
         self._stop_ids = options.stop_ids
         self._watch = LoopWatch() if options.repetition_stop else None
@@ -83,12 +85,15 @@ class Row:
 
     def _count_thought(self) -> None:
         """Count the token just taken if it belongs to a thinking block."""
-        latest = "".join(self.pieces[-len(THINK_CLOSE) :])
-        if THINK_OPEN in latest and not self.think_tokens:
-            self._thinking = True
+        if not (self._thinking or self.think_tokens):
+            beginning = "".join(self.pieces[: len(THINK_OPEN) + 2]).lstrip()
+            self._thinking = beginning.startswith(THINK_OPEN)
+            # Blank tokens before the mark are no thought; the mark's own first tokens are.
+            blank = itertools.takewhile(lambda piece: not piece.strip(), self.pieces)
+            self._thought_from = len(list(blank))
         if self._thinking:
-            self.think_tokens += 1
-            self._thinking = THINK_CLOSE not in latest
+            self.think_tokens = len(self.pieces) - self._thought_from
+            self._thinking = THINK_CLOSE not in "".join(self.pieces[-len(THINK_CLOSE) :])
 
     def _flush(self) -> str:
         if self._detokenizer is None:

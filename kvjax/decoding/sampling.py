@@ -40,7 +40,7 @@ class Sampling:
         return cls(
             key=jnp.broadcast_to(jax.random.key(seed), (rows,)),
             temperature=fill(temperature, jnp.float32),
-            top_k=fill(top_k, jnp.int32) if top_k else None,
+            top_k=fill(min(top_k, 2**31 - 1), jnp.int32) if top_k else None,
             top_p=fill(top_p, jnp.float32) if top_p < 1 else None,
             min_p=fill(min_p, jnp.float32) if min_p else None,
         )

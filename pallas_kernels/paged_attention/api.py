@@ -18,7 +18,7 @@ Implementation = Literal["triton", "xla"]
 def paged_attention(
     q: Float[Array, "B Hq D"],
     pools: Sequence[KVPages],
-    tables: Sequence[Int[Array, "B Hkv P"]],
+    tables: Sequence[Int[Array, "B Hkv _"]],
     *,
     scale: float,
     q_pos: Int[Array, " B"] | None = None,

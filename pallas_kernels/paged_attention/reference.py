@@ -9,7 +9,7 @@ from pallas_kernels.layout import KVPages
 def paged_attention_reference(
     q: Float[Array, "B Hq D"],
     pools: tuple[KVPages, ...],
-    tables: tuple[Int[Array, "B Hkv P"], ...],
+    tables: tuple[Int[Array, "B Hkv _"], ...],
     *,
     scale: float,
     q_pos: Int[Array, " B"] | None = None,

@@ -41,7 +41,7 @@ def unsupported(q: Array, pools: tuple[KVPages, ...], tables: tuple[Array, ...])
 def paged_attention_triton(
     q: Float[Array, "B Hq D"],
     pools: tuple[KVPages, ...],
-    tables: tuple[Int[Array, "B Hkv P"], ...],
+    tables: tuple[Int[Array, "B Hkv _"], ...],
     *,
     scale: float,
     q_pos: Int[Array, " B"] | None,

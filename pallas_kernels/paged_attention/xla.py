@@ -13,7 +13,7 @@ NEG_INF = -1e30  # finite, so that a row with no live slot gives zeros and never
 def paged_attention_xla(
     q: Float[Array, "B Hq D"],
     pools: tuple[KVPages, ...],
-    tables: tuple[Int[Array, "B Hkv P"], ...],
+    tables: tuple[Int[Array, "B Hkv _"], ...],
     *,
     scale: float,
     q_pos: Int[Array, " B"] | None,
@@ -32,9 +32,9 @@ def paged_attention_xla(
         if window is not None:
             near = q_pos[:, None, None, None] - pages.pos[table] < window
             bias = jnp.where(near, bias, -jnp.inf)
-        bias = jnp.maximum(bias, NEG_INF).reshape(rows, heads, 1, -1)
-        logits.append(dots * scale + bias)
+        bias = bias.reshape(rows, heads, 1, -1)
         live.append(bias > NEG_INF)
+        logits.append(jnp.where(live[-1], dots * scale + bias, NEG_INF))
     weights, lse = _softmax(logits, live, sinks)
 
     out = jnp.zeros(grouped.shape, jnp.float32)

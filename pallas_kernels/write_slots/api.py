@@ -54,13 +54,13 @@ def write_slots(
         )
     if not pool.k.dtype == pool.v.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes must agree, got {pool.k.dtype=} {k.dtype=} {v.dtype=}")
+    if implementation not in (None, "triton", "xla"):
+        raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
     arguments = (pool, pages, slots, k, v, pos)
     if implementation == "triton":
         return write_slots_triton(*arguments)
     if implementation == "xla" or not _one_launch(pool):
         return write_slots_xla(*arguments)
-    if implementation is not None:
-        raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
     return jax.lax.platform_dependent(*arguments, cuda=write_slots_triton, default=write_slots_xla)
 
 

@@ -96,10 +96,11 @@ def test_whatever_the_chunk(sampled, chunk):
 def test_whatever_the_page(page):
     """Pages of 4 and less: the width of what is attended grows while the rows do."""
     recipe = kvjax.recipes.full(page)
-    grown = tokens(prompts(), recipe=recipe, max_new_tokens=36)
+    grown = tokens(prompts(), recipe=recipe, max_new_tokens=44)
     assert [row[: small.NEW] for row in grown] == list(small.usual())
-    [alone] = tokens([prompts()[0] + list(grown[0][:-1])], max_new_tokens=1)
-    assert alone[0] == grown[0][-1]
+    # The last token of the longest row, out of a prompt that holds all before it.
+    longest = [*prompts()[1], *grown[1][:-1]]
+    assert tokens([longest], max_new_tokens=1, batch_size=1) == [grown[1][-1:]]
 
 
 def owned(cache, row: int) -> list[np.ndarray]:

@@ -33,11 +33,15 @@ def distribution(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
     return probabilities
 
 
+# Many small programs, each run once.
+quick_sample = jax.jit(sample, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def draw(logits=LOGITS, seed=0, count=DRAWS, **settings) -> np.ndarray:
     """Samples at positions 0, 1, .. of one row."""
     sampling = Sampling.create(count, seed=seed, **(OFF | settings))
     many = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
-    return np.asarray(jax.jit(sample)(many, jnp.arange(count, dtype=jnp.int32), sampling))
+    return np.asarray(quick_sample(many, jnp.arange(count, dtype=jnp.int32), sampling))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_the_filters_need_not_be_used_by_every_row():
         min_p=jnp.where(off, 0.0, on.min_p),
     )
     many = jnp.broadcast_to(jnp.asarray(LOGITS)[None], (count, len(LOGITS)))
-    drawn = np.asarray(jax.jit(sample)(many, jnp.arange(count, dtype=jnp.int32), mixed))
+    drawn = np.asarray(quick_sample(many, jnp.arange(count, dtype=jnp.int32), mixed))
     assert set(drawn[~off]) == {1, 4}
     assert len(set(drawn[off])) >= 8
 
@@ -100,7 +104,7 @@ def test_cold_is_greedy(settings, temperature):
     logits = jnp.asarray(rng.standard_normal((64, 50)), jnp.float32)
     sampling = Sampling.create(64, seed=0, **(OFF | settings | {"temperature": temperature}))
     position = jnp.arange(64, dtype=jnp.int32)
-    drawn = sample(logits, position, sampling)
+    drawn = quick_sample(logits, position, sampling)
     # At 1e-3 two logits as close as this may still swap.
     close = jnp.diff(jnp.sort(logits, -1)[:, -2:], axis=-1)[:, 0] < 0.02
     best = sample(logits, position, None)
@@ -130,7 +134,7 @@ def test_samples_depend_on_seed_and_position_alone():
     other = jnp.zeros_like(jnp.asarray(LOGITS))
     for position in (0, 7, 299):
         row = jnp.stack([other, jnp.asarray(LOGITS)])
-        drawn = sample(row, jnp.array([3, position], jnp.int32), sampling)
+        drawn = quick_sample(row, jnp.array([3, position], jnp.int32), sampling)
         assert int(drawn[1]) == one[position]
 
 

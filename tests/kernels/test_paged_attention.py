@@ -124,8 +124,9 @@ def test_a_bias_stands_for_that_many_tokens(backend, bias):
         keys[1, : len(tokens)], values[1, :, : len(tokens)] = k[tokens], v[tokens].T
         mark[1, : len(tokens)] = marks
         pages = KVPages(*map(jnp.asarray, (keys, values, mark, np.zeros((2, 16), np.int32))))
-        none = {"q_pos": None, "window": None, "sinks": None}
-        return backend(q, (pages,), (jnp.ones((1, 1, 1), jnp.int32),), scale=0.25, **none)
+        table = jnp.ones((1, 1, 1), jnp.int32)
+        problem = cases.Problem(q, (pages,), (table,), 0.25, q_pos=None, window=None, sinks=None)
+        return run(backend, problem)
 
     twice = attend([0, 1, 1, 2], [0, bias, bias, 0])
     once = attend([0, 1, 2], [0, bias + np.log(2), 0])
@@ -143,15 +144,16 @@ def test_the_edge_of_the_window(backend, window):
         bias=jnp.full((2, 16), -jnp.inf).at[1, :8].set(0.0),
         pos=jnp.full((2, 16), -1, jnp.int32).at[1, :8].set(jnp.arange(8, dtype=jnp.int32)),
     )
-    out, lse = backend(
-        jnp.ones((1, 1, 16)),
-        (pages,),
-        (jnp.ones((1, 1, 1), jnp.int32),),
+    problem = cases.Problem(
+        q=jnp.ones((1, 1, 16)),
+        pools=(pages,),
+        tables=(jnp.ones((1, 1, 1), jnp.int32),),
         scale=1.0,
         q_pos=jnp.array([7], jnp.int32),
         window=window,
         sinks=None,
     )
+    out, lse = run(backend, problem)
     seen = min(window, 8)
     expected = np.where((np.arange(16) >= 8 - seen) & (np.arange(16) < 8), 1 / seen, 0)
     np.testing.assert_allclose(out[0, 0], expected, rtol=1e-6)
@@ -162,9 +164,11 @@ def test_pools_may_have_tables_of_different_widths():
     problem = cases.build(Case(pools=2))
     wide = jnp.pad(problem.tables[1], ((0, 0), (0, 0), (0, 3)))
     problem = dataclasses.replace(problem, tables=(problem.tables[0], wide))
+    cases.check(run(paged_attention, problem), problem)
     for backend in (paged_attention, paged_attention_reference, paged_attention_xla, interpret):
-        for _ in range(4):  # annotations of sequences are checked for one member at random
-            cases.check(run(backend, problem), problem)
+        for _ in range(8):  # annotations of sequences are checked for one member at random
+            fn = functools.partial(backend, **problem.options)
+            jax.eval_shape(lambda *args, fn=fn: fn(*args), problem.q, problem.pools, problem.tables)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +176,14 @@ def test_pools_may_have_tables_of_different_widths():
 )
 def test_the_public_op_on_a_cpu(case):
     problem = cases.build(case)
-    arguments = problem.q, list(problem.pools), list(problem.tables)
-    cases.check(paged_attention(*arguments, **problem.options), problem)
-    cases.check(paged_attention(*arguments, **problem.options, implementation="xla"), problem)
+    problem = dataclasses.replace(problem, pools=list(problem.pools), tables=list(problem.tables))
+    cases.check(run(paged_attention, problem), problem)
+    cases.check(run(functools.partial(paged_attention, implementation="xla"), problem), problem)
 
 
 def call(case: Case, *, implementation=None, **changes):
     problem = dataclasses.replace(cases.build(case), **changes)
-    return paged_attention(
-        problem.q, problem.pools, problem.tables, **problem.options, implementation=implementation
-    )
+    return run(functools.partial(paged_attention, implementation=implementation), problem)
 
 
 PAGES = KVPages(
