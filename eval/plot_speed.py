@@ -18,9 +18,10 @@ OURS, PEER, FLOOR = "#1f6f8b", "#c8a15a", "#888888"
 
 def draw_cpu(axes: plt.Axes, record: dict) -> None:
     """Every repeat of both sides, and their medians as bars."""
-    sides = [("kvjax", record["kvjax"], OURS), ("transformers\n+ PyTorch", record["peer"], PEER)]
+    results = record["results"]
+    sides = [("kvjax", results["kvjax"], OURS), ("transformers\n+ PyTorch", results["peer"], PEER)]
     for x, (_, side, color) in enumerate(sides):
-        raw = side["raw_tokens_per_s"]
+        raw = [turn["decode"] for turn in side["raw"]]
         axes.bar(x, statistics.median(raw), width=0.6, color=color)
         axes.plot([x] * len(raw), raw, "o", color="black", markersize=3)
     axes.set_xticks(range(len(sides)), [name for name, _, _ in sides])
