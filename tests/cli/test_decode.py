@@ -149,7 +149,7 @@ def test_the_figures_are_below_the_answer(decode):
     assert prompt.endswith(" · length")
     for figure in ("first token ", "load ", "compile ", "prefill ", "peak memory "):
         assert figure in times
-    assert cache.startswith("cache full: live 15 of 16 tokens · ")
+    assert cache.startswith("cache full: live 15 of 15 tokens · ")
     assert "\n" not in outcome.out.rstrip("\n")
 
 
