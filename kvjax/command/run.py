@@ -1,5 +1,6 @@
 """One run of the decode command: from its options to the answers."""
 
+import os
 import sys
 import time
 
@@ -28,7 +29,8 @@ def run(config: DecodeConfig, interrupts: Interrupts) -> int:
         KvjaxError: nothing more can be done; answers written so far stay.
     """
     rows = read_input(config)
-    inputs = tuple(path for path in (config.prompt_file, config.prompts) if path and path != "-")
+    named = (config.prompt_file, config.prompts, config.model, config.tokenizer)
+    inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
     complete = False

@@ -107,3 +107,11 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, small_files):
     output.close(complete=False)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_model_is_not_overwritten(decode, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    outcome = decode("-p", "hello", "-o", file, model=file)
+    assert outcome.code == 2 and "also an input" in outcome.err
+    assert file.read_bytes() == b"weights"
