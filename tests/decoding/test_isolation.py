@@ -168,6 +168,22 @@ def test_a_row_stops_in_the_cache_where_it_stopped_in_the_answer():
         assert live.sum((1, 2)).tolist() == [small.LENGTHS[0] + at] * 2
 
 
+def test_the_device_knows_every_stop_and_the_first_token_may_be_one():
+    """Else a row would go on in the cache after the host has ended it."""
+    first, second = small.usual()[2][0], small.usual()[1][3]
+    stops = (95, second, first)
+    state, output = start(stop_ids=stops)
+    assert output.real.all()
+    assert (state.left == 0).tolist() == [row[0] in stops for row in small.usual()]
+    _, output = decode_chunk(
+        small.lm().model, state, None, jnp.zeros(4, bool), steps=8, stop_ids=stops, width=16
+    )
+    for row, real in zip(small.usual(), output.real.T.tolist(), strict=True):
+        ends = [i for i, token in enumerate(row[:9]) if token in stops]
+        left = ends[0] if ends else 8
+        assert real == [True] * left + [False] * (8 - left)
+
+
 def test_no_more_tokens_than_are_left():
     state, output = start(max_new=3)
     total = np.asarray(output.real)
