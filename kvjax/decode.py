@@ -8,12 +8,14 @@ from kvjax.command.decode_options import DecodeConfig, decode_parser
 from kvjax.command.errors import exit_code
 from kvjax.command.interrupt import Interrupts
 from kvjax.command.options import parse
+from kvjax.command.output import open_closed_streams
 from kvjax.command.yaml_file import dump_yaml
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     config = None
+    open_closed_streams()
     try:
         config, actions = parse(DecodeConfig, decode_parser(), argv)
         if "print_config" in actions:
@@ -24,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvjax.command.plan import show_plan
             from kvjax.command.run import run
 
-            return show_plan(config) if "plan" in actions else run(config, interrupts)
+            if "plan" in actions:
+                return show_plan(config)
+            return run(config, interrupts, getattr(actions, "config", None))
     except BaseException as error:
         return exit_code(error, verbose=config is not None and config.verbose)
 

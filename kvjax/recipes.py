@@ -18,10 +18,9 @@ class Recipe:
     page_size: int
 
     def __post_init__(self):
-        if self.page_size < 1 or self.page_size & (self.page_size - 1):
-            raise UsageError(
-                f"page_size must be a power of two, got {self.page_size}; 64 is the default"
-            )
+        size = self.page_size
+        if not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise UsageError(f"page_size must be a power of two, got {size!r}; 64 is the default")
 
 
 def full(page_size: int = 64) -> Recipe:

@@ -37,7 +37,8 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return "interrupted", INTERRUPTED
     if isinstance(error, KvjaxError):
         return " ".join(str(error).split()), error.exit_code
-    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+    exhausted = ("RESOURCE_EXHAUSTED", "Out of memory")  # as GPUs and as CPUs say it
+    if isinstance(error, MemoryError) or any(text in str(error) for text in exhausted):
         advice = "pass a smaller --batch-size or --max-new-tokens, or --dtype bfloat16"
         return f"out of memory: {advice}", CapacityError.exit_code
     summary = traceback.format_exception_only(error)[0].strip().partition("\n")[0]

@@ -141,7 +141,8 @@ def merge[Table](table: type[Table], file: Mapping[str, Any], flags: Mapping[str
         UsageError: a number out of its bounds, or two options that exclude each other.
     """
     known = entries(table)
-    replaced = {known[name].option.group for name in flags} - {None}
+    given = [name for name, value in flags.items() if value is not False]
+    replaced = {known[name].option.group for name in given} - {None}
     kept = {k: v for k, v in file.items() if known[k].option.group not in replaced}
     config = table(**{**kept, **flags})
     for entry in known.values():

@@ -30,16 +30,18 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
         path: a file, or None for standard output.
         growing: rows are kept as they come. Otherwise the content is written aside and moved over
             the file at the end, so that a failed run leaves the old file alone.
-        inputs: files that were read, and so must not be written.
+        inputs: files and folders that are read, and so must not be written.
 
     Raises:
         UsageError: it cannot be written.
     """
+    if path is None and sys.stdout is None:
+        raise UsageError("standard output is closed: name a file with --output")
     if path is None:
         return _StandardOutput()
     try:
         target = pathlib.Path(os.path.realpath(path))
-        if target.exists() and any(os.path.samefile(target, name) for name in inputs):
+        if any(_within(target, pathlib.Path(name).resolve()) for name in inputs):
             raise UsageError(f"--output: {path} is also an input; name another file")
         special = target.exists() and not target.is_file() and not target.is_dir()
         if special:
@@ -48,6 +50,13 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--output: cannot write {path}: {reason}") from error
+
+
+def _within(target: pathlib.Path, source: pathlib.Path) -> bool:
+    if target.exists() and source.exists() and os.path.samefile(target, source):
+        return True
+    # Only a file that is there can be lost: an answer beside a model's files is no harm.
+    return source.is_dir() and target.is_file() and source in target.parents
 
 
 class _StandardOutput:
@@ -135,10 +144,18 @@ def _checked(name: str, action: Callable[[], object]) -> None:
         raise OutputError(f"cannot write {name}: {error.strerror}") from error
 
 
+def open_closed_streams() -> None:
+    """Give a process that was started with standard input or error closed empty ones."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def silence_standard_streams() -> None:
     """Drop what cannot be written, else Python would try again at exit and complain."""
     devnull = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):

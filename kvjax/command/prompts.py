@@ -78,6 +78,8 @@ def _id(record: dict[str, Any], number: int) -> str | int:
     name = record.get("id", number)
     if type(name) not in (str, int):
         raise UsageError(f"`id` must be text or a whole number, got {name!r}")
+    if not _encodable(str(name)):
+        raise UsageError("`id` has half a surrogate pair, which no UTF-8 can hold")
     return name
 
 

@@ -22,14 +22,14 @@ from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
 
 
-def run(config: DecodeConfig, interrupts: Interrupts) -> int:
+def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = None) -> int:
     """Decode and return the exit code. All that can be refused is refused before weights load.
 
     Raises:
         KvjaxError: nothing more can be done; answers written so far stay.
     """
     rows = read_input(config)
-    named = (config.prompt_file, config.prompts, config.model, config.tokenizer)
+    named = (config.prompt_file, config.prompts, config.model, config.tokenizer, config_file)
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))

@@ -9,6 +9,7 @@ from kvjax.errors import CapacityError, KvjaxError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
 
+LONGEST_CHUNK = 4096
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
@@ -44,13 +45,22 @@ class Options:
             "min_p": (0, 1),
             "seed": (0, 2**32 - 1),
             "batch_size": (1, math.inf),
-            "chunk": (1, math.inf),
+            "chunk": (1, LONGEST_CHUNK),
         }
+        if not isinstance(self.recipe, Recipe):
+            raise UsageError(f"recipe must be one of kvjax.recipes, got {self.recipe!r}")
+        whole = {"max_new_tokens", "top_k", "seed", "batch_size", "chunk"}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
+            kind = numbers.Integral if name in whole else numbers.Real
+            if not isinstance(value, kind) or isinstance(value, bool):
+                wanted = "a whole number" if name in whole else "a number"
+                raise UsageError(f"{name} must be {wanted}, got {value!r}")
             if not low <= value <= high:
                 wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise UsageError(f"{name} must be {wanted}, got {value}")
+        if not all(isinstance(token, numbers.Integral) for token in self.stop_ids):
+            raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ class Sampling:
     """How each row samples. A filter that no row uses is None, so that it costs nothing.
 
     Attributes:
-        key: each row's own key; a row's samples depend on it and on the row's positions alone.
+        key: one a row, folded with the row's positions, so that neighbours make no difference.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: keep the ``top_k`` most likely tokens; 0 keeps all.
         top_p: keep the fewest most likely tokens whose mass reaches ``top_p``; 1 keeps all.
@@ -30,7 +30,7 @@ class Sampling:
     def create(
         cls, rows: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
     ) -> "Sampling | None":
-        """One setting for all rows; None where it means greedy decoding."""
+        """One setting and one seed for all rows; None where it means greedy decoding."""
         if temperature == 0:
             return None
 

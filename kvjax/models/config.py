@@ -22,6 +22,8 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+MOST_LAYERS = 4096
+"""More than any model has: a damaged header must not make millions of layers."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -82,7 +84,7 @@ class ModelConfig:
         family = fields.choice("model_type", FAMILIES)
         _refuse_unsupported(fields, family)
         gpt_oss = family == "gpt_oss"
-        layers = fields.count("num_hidden_layers")
+        layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
         return cls(
             family=family,
             vocab_size=fields.count("vocab_size"),

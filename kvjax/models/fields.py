@@ -37,13 +37,21 @@ class Fields:
         """A field that is an object itself."""
         return Fields(self.get(name, REQUIRED), f"{self._prefix}{name}")
 
-    def count(self, name: str, default: Any = REQUIRED, minimum: int = 1) -> Any:
-        """A whole number of at least ``minimum``."""
+    def count(
+        self,
+        name: str,
+        default: Any = REQUIRED,
+        minimum: int = 1,
+        maximum: int | None = None,
+    ) -> Any:
+        """A whole number of at least ``minimum``, and of at most ``maximum`` if that is given."""
         value = self.get(name, default)
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ModelError(f"{self.path(name)} must be an integer >= {minimum}, got {value!r}")
+        if maximum is not None and value > maximum:
+            raise ModelError(f"{self.path(name)} must be at most {maximum}, got {value}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, *, zero: bool = False) -> Any:

@@ -118,3 +118,10 @@ def test_help_names_every_option(capsys):
     help_text = capsys.readouterr().out
     for field in dataclasses.fields(DecodeConfig):
         assert "--" + field.name.replace("_", "-") in help_text
+
+
+def test_a_switch_that_is_off_replaces_nothing_of_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("temperature: 0.7\n")
+    config, _ = parse(DecodeConfig, decode_parser(), ["--config", str(file), "--no-greedy"])
+    assert config.temperature == 0.7

@@ -115,3 +115,25 @@ def test_the_model_is_not_overwritten(decode, tmp_path):
     outcome = decode("-p", "hello", "-o", file, model=file)
     assert outcome.code == 2 and "also an input" in outcome.err
     assert file.read_bytes() == b"weights"
+
+
+def test_the_file_of_options_is_not_overwritten(decode, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("max_new_tokens: 3\n")
+    outcome = decode("--config", file, "-p", "hello", "-o", file)
+    assert outcome.code == 2 and "also an input" in outcome.err
+    assert file.read_text() == "max_new_tokens: 3\n"
+
+
+def test_a_file_of_the_model_directory_is_not_overwritten(decode, model):
+    before = (model / "config.json").read_bytes()
+    outcome = decode("-p", "hello", "-o", model / "config.json")
+    assert outcome.code == 2 and "also an input" in outcome.err
+    assert (model / "config.json").read_bytes() == before
+
+
+def test_closed_standard_output_is_one_line(decode, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", None)
+        outcome = decode("-p", "hello")
+    assert outcome.code == 2 and "standard output is closed" in outcome.err

@@ -65,3 +65,10 @@ def test_a_broken_line_is_an_error_of_its_row_alone(tmp_path, line, message):
 def test_a_file_without_lines_is_refused(tmp_path):
     with pytest.raises(UsageError, match="has no lines"):
         read_rows(write(tmp_path, b"\n \n"))
+
+
+def test_an_id_with_half_a_surrogate_pair_fails_its_row_only(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"id": "\\ud800", "prompt": "hello"}\n{"id": "b", "prompt": "hello"}\n')
+    bad, good = read_rows(str(file))
+    assert "surrogate" in bad.error and good.error is None

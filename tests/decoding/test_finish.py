@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -252,3 +254,32 @@ def test_what_does_not_fit_in_memory(monkeypatch):
 def test_options_out_of_range(option, value, message):
     with pytest.raises(kvjax.UsageError, match=f"{option} must be .*{message}"):
         decode(prompts(), **{option: value})
+
+
+WRONG_KINDS = """
+import kvjax
+from tests.decoding import small
+
+lm = small.lm()
+wrong = {
+    "max_new_tokens": [1.5, "6"], "chunk": [2.5, 10**10], "batch_size": [2.5], "seed": [1.5],
+    "top_k": [1.5, True], "temperature": ["hot"], "stop_ids": [["a"]], "recipe": ["full"],
+}
+for name, values in wrong.items():
+    for value in values:
+        try:
+            kvjax.generate(lm, [[3, 5, 7]], **{name: value})
+        except kvjax.UsageError as error:
+            assert name in str(error), (name, str(error))
+        else:
+            raise AssertionError((name, value))
+print("refused")
+"""
+
+
+def test_options_of_the_wrong_kind_are_refused():
+    """In a process of its own: here annotations are checked, which a user's process does not do."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "refused\n", done.stderr

@@ -284,3 +284,8 @@ def test_unknown_families_are_refused(family):
 def test_a_config_that_is_no_object_is_refused(config):
     with pytest.raises(ModelError, match="JSON object"):
         ModelConfig.from_hf(config)
+
+
+def test_a_damaged_layer_count_is_refused_at_once():
+    with pytest.raises(ModelError, match=r"num_hidden_layers.*4096"):
+        ModelConfig.from_hf(configs.small("llama", num_hidden_layers=10**7))
