@@ -33,13 +33,20 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
-    complete = False
+    started = _Run(config, rows, output, interrupts)
+    kept = False
     try:
-        code = _Run(config, rows, output, interrupts).decode()
-        complete = True
+        code = started.decode()
+        kept = True
         return code
+    except OutputError:
+        raise
+    except Exception:
+        started.answers.finish()  # what was decoded before the failure
+        kept = bool(started.answers.records)
+        raise
     finally:
-        output.close(complete=complete)
+        output.close(complete=kept)
 
 
 class _Run:

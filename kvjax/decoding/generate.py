@@ -119,12 +119,15 @@ def stream(
         failed = Result("", (), "error", 0, error=str(error))
         yield Event("done", row=row, result=failed)
     rows = min(batch_size, len(requests))
-    for start in range(0, len(requests), batch_size):
-        batch = requests[start : start + batch_size]
+    batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
+    # All of them before the first: a batch that cannot fit must not end a run half way.
+    plans = [_plan(lm, batch, rows, options) for batch in batches]
+    alone = len(prompts) == 1
+    for batch, planned in zip(batches, plans, strict=True):
         if should_stop():
             yield from _not_begun(batch)
         else:
-            yield from _decode_batch(lm, batch, rows, options, should_stop, alone=len(prompts) == 1)
+            yield from _decode_batch(lm, batch, planned, options, should_stop, alone)
 
 
 def _not_begun(requests: list[Request]) -> Iterator[Event]:
@@ -133,18 +136,11 @@ def _not_begun(requests: list[Request]) -> Iterator[Event]:
         yield Event("done", row=request.row, result=result)
 
 
-def _decode_batch(
-    lm: LanguageModel,
-    requests: list[Request],
-    rows: int,
-    options: Options,
-    should_stop: Callable[[], bool],
-    alone: bool,
-) -> Iterator[Event]:
-    """Decode up to ``rows`` requests together; the rows left over stay empty.
+def _plan(lm: LanguageModel, requests: list[Request], rows: int, options: Options) -> Plan:
+    """What a batch of ``rows`` rows will allocate.
 
     Raises:
-        NumericalError: the logits of the only prompt (``alone``) are not finite.
+        CapacityError: it does not fit.
     """
     planned = plan(
         lm.config,
@@ -157,6 +153,22 @@ def _decode_batch(
         memory_bytes=device_memory(),
     )
     planned.check()
+    return planned
+
+
+def _decode_batch(
+    lm: LanguageModel,
+    requests: list[Request],
+    planned: Plan,
+    options: Options,
+    should_stop: Callable[[], bool],
+    alone: bool,
+) -> Iterator[Event]:
+    """Decode the requests together; rows of the plan beyond them stay empty.
+
+    Raises:
+        NumericalError: the logits of the only prompt (``alone``) are not finite.
+    """
     with Clock() as clock:
         batch = Batch(lm, requests, options, planned, clock)
         yield Event("phase", phase="prefill")

@@ -1,11 +1,13 @@
 """Files that answers go to."""
 
+import json
 import os
 import resource
 import signal
 
 import pytest
 
+import kvjax
 from kvjax.command.output import open_output
 from kvjax.errors import UsageError
 
@@ -137,3 +139,29 @@ def test_closed_standard_output_is_one_line(decode, monkeypatch):
         patch.setattr("sys.stdout", None)
         outcome = decode("-p", "hello")
     assert outcome.code == 2 and "standard output is closed" in outcome.err
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["stdout", "file"])
+def test_answers_before_a_failure_are_kept(decode, tmp_path, monkeypatch, listed):
+    """Here the second batch fails as if the device were full."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id": {i}, "prompt": "hello"}}\n' for i in range(2)))
+    whole = kvjax.decoding.stream
+
+    def failing(*args, **options):
+        done = 0
+        for event in whole(*args, **options):
+            yield event
+            done += event.kind == "done"
+            if done:
+                raise RuntimeError("INTERNAL: Out of memory allocating 52899200072 bytes")
+
+    monkeypatch.setattr("kvjax.stream", failing, raising=False)
+    file = tmp_path / "answers.json"
+    extra = ["-o", file] if listed else []
+    outcome = decode(
+        "--prompts", rows, "--format", "json", "--batch-size", 1, "--max-new-tokens", 3, *extra
+    )
+    assert outcome.code == 4 and "out of memory" in outcome.err
+    content = file.read_text() if listed else outcome.out
+    assert [row["id"] for row in json.loads(content)] == [0]

@@ -248,7 +248,7 @@ def test_what_does_not_fit_in_memory(monkeypatch):
         ("seed", -1, "between 0 and 4294967295, got -1"),
         ("seed", 2**32, "got 4294967296"),
         ("batch_size", 0, "at least 1, got 0"),
-        ("chunk", 0, "at least 1, got 0"),
+        ("chunk", 0, "between 1 and 4096, got 0"),
     ],
 )
 def test_options_out_of_range(option, value, message):
