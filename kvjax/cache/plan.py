@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from kvjax.errors import CapacityError
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
+from kvjax.report.units import size
 
 PREFILL_CHUNK = 2048
 """Tokens read at once at most; longer prompts are read in chunks of this size."""
@@ -58,6 +59,11 @@ class Geometry:
         return self.num_layers * self.num_kv_heads * self.slot_bytes
 
     @property
+    def full_token_bytes(self) -> int:
+        """One token in an uncompressed bfloat16 cache: the yardstick of every ratio."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * 2
+
+    @property
     def pool_bytes(self) -> int:
         return self.num_layers * self.pages * self.page_size * self.slot_bytes
 
@@ -70,11 +76,6 @@ class Geometry:
     @property
     def nbytes(self) -> int:
         return self.pool_bytes + self.table_bytes
-
-
-def full_bf16_bytes(config: ModelConfig, tokens: int) -> int:
-    """What ``tokens`` take in an uncompressed bfloat16 cache: the yardstick of every ratio."""
-    return tokens * config.num_layers * config.num_kv_heads * config.head_dim * 2 * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +115,14 @@ class Plan:
         advice = f"--batch-size {largest}" if largest else "a smaller --max-new-tokens or model"
         raise CapacityError(
             f"{self.geometry.rows} rows of {self.tokens} tokens need "
-            f"{_size(self.geometry.nbytes)} of cache beside {_size(self.parameter_bytes)} of "
-            f"weights, and there are {_size(self.memory_bytes)}: pass {advice}"
+            f"{size(self.geometry.nbytes)} of cache beside {size(self.parameter_bytes)} of "
+            f"weights, and there are {size(self.memory_bytes)}: pass {advice}"
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of ``--plan``."""
         shape = self.geometry
-        ratio = shape.token_bytes / (shape.num_layers * shape.num_kv_heads * shape.head_dim * 4)
+        ratio = shape.token_bytes / shape.full_token_bytes
         lines = [
             ("method", self.recipe.name),
             ("rows", f"{shape.rows}"),
@@ -131,12 +132,12 @@ class Plan:
             ("pages a KV head", f"{shape.pages_per_head}"),
             ("pages a layer", f"{shape.pages} (one is scratch)"),
             ("bytes a token", f"{shape.token_bytes:,} ({ratio:.3f} of a bare bf16 cache)"),
-            ("pools", _size(shape.pool_bytes)),
-            ("tables", _size(shape.table_bytes)),
-            ("weights", _size(self.parameter_bytes)),
+            ("pools", size(shape.pool_bytes)),
+            ("tables", size(shape.table_bytes)),
+            ("weights", size(self.parameter_bytes)),
         ]
         if self.memory_bytes is not None:
-            lines.append(("memory", _size(self.memory_bytes)))
+            lines.append(("memory", size(self.memory_bytes)))
             lines.append(("largest batch", f"{self.largest_batch()}"))
         return lines
 
@@ -168,10 +169,3 @@ def plan(
         dtype=jnp.dtype(dtype),
     )
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes)
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << scale:
-            return f"{nbytes / (1 << scale):.2f} {unit}"
-    return f"{nbytes} bytes"

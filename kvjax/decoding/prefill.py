@@ -55,7 +55,7 @@ def prefill_chunk(
     def attend(index, layer, q, k, v, sinks):
         spec = model.config.scale, model.config.windows[index]
         out, lse = _attend_history(q, positions, layer, length, *spec)
-        local = _attend_local(q, k, v, positions, keep, *spec)
+        local = _attend_local(q, k, v, positions, *spec)
         out, lse = merge(out, lse, *local)
         return add_sinks(out, lse, sinks).astype(q.dtype), append(layer, k, v, positions, keep)
 
@@ -65,13 +65,15 @@ def prefill_chunk(
     return dataclasses.replace(cache, layers=layers, length=length + count), logits
 
 
-def _attend_local(q, k, v, positions, keep, scale, window):
-    """Causal attention inside the chunk, a block of queries at a time."""
-    key_pos = jnp.where(keep, positions, -1)
+def _attend_local(q, k, v, positions, scale, window):
+    """Causal attention inside the chunk, a block of queries at a time.
+
+    Padding lies to the right, in the future of every token, so it needs no mask of its own.
+    """
     parts = []
     for start in range(0, q.shape[1], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, q.shape[1])
-        mask = causal_mask(positions[:, start:end], key_pos[:, :end], window)
+        mask = causal_mask(positions[:, start:end], positions[:, :end], window)
         parts.append(masked_attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale))
     out, lse = zip(*parts, strict=True)
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)

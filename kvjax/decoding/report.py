@@ -34,7 +34,7 @@ class BytesLog:
         shape = self._geometry
         self.logical, self.slots = logical, slots
         self.live_bytes = pages * (shape.page_size * shape.slot_bytes + 4)  # and its table entry
-        self.full_bytes = logical * self._heads * shape.head_dim * 4
+        self.full_bytes = logical * shape.full_token_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.live.append(self.live_tokens)
         self.ratios.append(self.live_bytes / self.full_bytes)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import recipes
 from kvjax.cache import Plan, plan
-from kvjax.cache.plan import PREFILL_CHUNK, bucket, full_bf16_bytes, padded_prompt
+from kvjax.cache.plan import PREFILL_CHUNK, bucket, padded_prompt
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from tests.models import configs
@@ -135,7 +135,7 @@ def test_the_lines_of_a_plan():
 
 
 def test_the_yardstick_is_a_bare_bfloat16_cache():
-    assert full_bf16_bytes(CONFIG, 10) == 10 * 4 * 2 * (16 + 16) * 2
+    assert sized().geometry.full_token_bytes == 4 * 2 * (16 + 16) * 2
 
 
 def test_recipes():
