@@ -159,7 +159,9 @@ def test_signals(tmp_path, number):
     python.write_text("#!/bin/sh\necho started >&2\nexec sleep 60\n")
     python.chmod(0o755)
     program = (
-        "import runpy, sys; sys.argv = ['fetch', 'smollm2']; import kvjax;"
+        "import runpy, signal, sys; sys.argv = ['fetch', 'smollm2']; import kvjax;"
+        # A shell lets its background jobs ignore it, and pytest may be one of them.
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
         f"sys.executable = {str(python)!r};"
         "runpy.run_module('kvjax.fetch_model', run_name='__main__')"
     )

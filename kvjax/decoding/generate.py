@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import init_cache, plan
-from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket
+from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket, padded_prompt
 from kvjax.decoding.batch import Batch
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
 from kvjax.decoding.clock import Clock
@@ -221,6 +221,8 @@ def _decode(
     """Dispatch chunk after chunk, each before the last one's tokens are read."""
     longest = max(len(request.ids) for request in requests)
     last = longest + max(request.max_new for request in requests) - 1
+    # All prompts of a bucket attend to one width at first, so that they share one program.
+    first = padded_prompt(longest) + options.chunk
     pending = None
     while batch.running():
         if should_stop():
@@ -236,7 +238,7 @@ def _decode(
                 batch.halted(),
                 steps=options.chunk,
                 stop_ids=options.stop_ids,
-                width=_width(longest, options.recipe.page_size),
+                width=_width(max(longest, first), options.recipe.page_size),
             )
         if pending is not None:
             yield from batch.take(pending)

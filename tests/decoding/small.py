@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import kvjax
 from kvjax.cache import KVCache, init_cache, plan
@@ -25,6 +26,23 @@ def lm(name: str = "llama", context: int = 1 << 14) -> kvjax.LanguageModel:
     model = goldens.load(name)
     config = dataclasses.replace(model.config, context_length=context)
     return dataclasses.replace(model, config=config)
+
+
+def changed(model: kvjax.LanguageModel, change) -> kvjax.LanguageModel:
+    """The model with other parameters; ``change`` is applied to a copy of its decoder."""
+    graph, state = nnx.split(model.model)
+    decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    change(decoder)
+    return dataclasses.replace(model, model=decoder)
+
+
+def mute() -> kvjax.LanguageModel:
+    """A model that has no preference: all logits are zero."""
+
+    def silence(decoder):
+        decoder.lm_head = nnx.Param(jnp.zeros_like(decoder.lm_head[...]))
+
+    return changed(lm(), silence)
 
 
 def prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:

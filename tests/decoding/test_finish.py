@@ -5,26 +5,17 @@ import importlib
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import kvjax
 from tests.decoding import small
-from tests.decoding.small import NEW, decode, prompts, usual
+from tests.decoding.small import NEW, changed, decode, prompts, usual
 
 
 def reasons(results) -> list[str]:
     return [result.finish_reason for result in results]
-
-
-def changed(lm: kvjax.LanguageModel, change) -> kvjax.LanguageModel:
-    """The model with other parameters; ``change`` is applied to a copy of its decoder."""
-    graph, state = nnx.split(lm.model)
-    model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
-    change(model)
-    return dataclasses.replace(lm, model=model)
 
 
 def test_length():
@@ -82,10 +73,7 @@ def test_the_end_of_the_context(context):
 def test_repetition():
     """A model that only ever says one thing."""
 
-    def mute(model):
-        model.lm_head = nnx.Param(jnp.zeros_like(model.lm_head[...]))
-
-    lm = changed(small.lm(), mute)
+    lm = small.mute()
     [result] = kvjax.generate(lm, [[1, 2, 3]], max_new_tokens=600, chunk=64)
     assert result.finish_reason == "repetition"
     assert result.tokens == (0,) * 512
@@ -212,6 +200,24 @@ def test_nan_that_comes_while_decoding():
             assert result.tokens[: at + 1] == expected[: at + 1]
         else:
             assert (result.finish_reason, result.tokens) == ("length", expected)
+
+
+def test_nan_behind_the_stop_is_nobodys():
+    """A stop token is chosen and never read, so its embedding may hold anything."""
+    places = ((row, at) for row in range(4) for at in range(2, NEW - small.CHUNK))
+    row, at = next(
+        (r, i) for r, i in places if usual()[r][i] not in {*sum(prompts(), []), *usual()[r][:i]}
+    )
+    stop = usual()[row][at]
+
+    def poison(model):
+        model.embed = nnx.Param(model.embed[...].at[stop].set(jnp.nan))
+
+    results = decode(prompts(), changed(small.lm(), poison), stop_ids=(stop,))
+    for expected, result in zip(usual(), results, strict=True):
+        stopped = stop in expected
+        assert result.finish_reason == ("stop" if stopped else "length")
+        assert result.tokens == (expected[: expected.index(stop) + 1] if stopped else expected)
 
 
 def test_nan_in_the_only_prompt_raises(poisoned):

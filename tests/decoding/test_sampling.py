@@ -144,6 +144,19 @@ def test_neighbouring_positions_are_independent():
         assert abs((drawn[lag:] == drawn[:-lag]).mean() - 0.5) < 0.04
 
 
+def test_every_token_has_the_key_of_its_position():
+    """The first token's is that of the prompt's end; no two tokens share one."""
+    settings = OFF | small.SAMPLED
+    one = Sampling.create(1, seed=3, **settings)
+    flat = jnp.zeros((1, 96), jnp.float32)
+    for prompt, row in zip(
+        prompts(), tokens(prompts(), small.mute(), seed=3, **small.SAMPLED), strict=True
+    ):
+        positions = range(len(prompt), len(prompt) + small.NEW)
+        expected = [int(quick_sample(flat, jnp.full(1, p, jnp.int32), one)[0]) for p in positions]
+        assert list(row) == expected
+
+
 def test_seeds_through_generate():
     usual = small.usual(sampled=True)
     assert tokens(prompts(), **small.SAMPLED) == list(usual)
