@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import KVCache, init_cache, plan, reserve
+from kvjax.cache import init_cache, plan, reserve
 from kvjax.decoding.chunk import DecodeState, decode_chunk
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
@@ -82,7 +82,7 @@ def filled(config: ModelConfig, rows: int, context: int, steps: int) -> DecodeSt
     keys = jax.random.split(jax.random.key(1), config.num_layers)
     layers = tuple(fill(layer, key) for layer, key in zip(cache.layers, keys, strict=True))
     return DecodeState(
-        KVCache(layers, length),
+        dataclasses.replace(cache, layers=layers, length=length),
         jnp.zeros(rows, jnp.int32),
         jnp.full(rows, 2 * steps, jnp.int32),
         jnp.ones(rows, bool),

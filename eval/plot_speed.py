@@ -1,6 +1,6 @@
 """Draws the decode benchmarks' raw figures.
 
-    python -m kvjax.eval.plot_speed --results eval/results --out docs/speed.png
+python -m kvjax.eval.plot_speed --results eval/results --out docs/speed.png
 """
 
 import argparse

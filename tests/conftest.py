@@ -7,6 +7,8 @@ import jaxtyping
 # Where arrays are computed with; elsewhere tests pass wrong types on purpose.
 CHECKED = (
     "kvjax.cache",
+    "kvjax.codecs",
+    "kvjax.compress",
     "kvjax.decoding",
     "kvjax.models.attention",
     "kvjax.models.decoder",

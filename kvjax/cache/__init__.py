@@ -1,18 +1,26 @@
 """The key-value cache: an immutable pytree of pages, block tables and lengths."""
 
 from kvjax.cache.cache import FreeList, KVCache, LayerCache, init_cache, usage
-from kvjax.cache.plan import Geometry, Plan, plan
-from kvjax.cache.slots import append, reserve
+from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
+from kvjax.cache.plan import Plan, plan
+from kvjax.cache.slots import append, compact, evict, reserve, reserve_layer, reset_rows, store
 
 __all__ = [
+    "ClassGeometry",
     "FreeList",
     "Geometry",
     "KVCache",
     "LayerCache",
+    "LayerGeometry",
     "Plan",
     "append",
+    "compact",
+    "evict",
     "init_cache",
     "plan",
     "reserve",
+    "reserve_layer",
+    "reset_rows",
+    "store",
     "usage",
 ]

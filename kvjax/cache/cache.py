@@ -1,12 +1,14 @@
 """The cache pytree, how it is made and what it holds."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax.cache.plan import Geometry
+from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
+from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
 from pallas_kernels import SCRATCH_PAGE, KVPages
 
 
@@ -29,12 +31,23 @@ class FreeList:
 class LayerCache:
     """What one layer holds: for each codec class a pool, its block tables and its free list.
 
-    A table entry is the page of that row and KV head, ``SCRATCH_PAGE`` where there is none yet.
+    The first class takes new tokens as the model makes them, at the slot of their logical position
+    modulo the class's capacity. If there are more classes, it holds the most recent tokens alone.
+
+    A table entry is the page of that row and KV head, ``SCRATCH_PAGE`` where there is none; those
+    come last.
+
+    Attributes:
+        queries: the last queries, a token's at its position modulo their number.
     """
 
     pools: tuple[KVPages, ...]
-    tables: tuple[Int[Array, "B Hkv P"], ...]
+    tables: tuple[Int[Array, "B Hkv _"], ...]
     free: tuple[FreeList, ...]
+    queries: Float[Array, "B N Hq D"] | None = None
+    codecs: tuple[KVCodec, ...] = dataclasses.field(
+        default=(kv_codec("bf16"),), metadata={"static": True}
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -48,43 +61,116 @@ class KVCache:
     Attributes:
         layers: one ``LayerCache`` a layer, never stacked: a scan over stacked ones would copy them.
         length: tokens read so far in each row.
+        prompt: how many of them were the prompt's.
+        stored: the position from which on a row's tokens are still in the first class, where there
+            are others.
+        crowded: tokens (of one layer and KV head each) that found no slot in their own class.
     """
 
     layers: tuple[LayerCache, ...]
     length: Int[Array, " B"]
+    prompt: Int[Array, " B"]
+    stored: Int[Array, " B"]
+    crowded: Int[Array, " B"]
+
+    def nbytes(self) -> int:
+        """Bytes of every buffer."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def init_cache(geometry: Geometry) -> KVCache:
+def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = None) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
 
     Free slots are zero, not unset: an attention weight of zero must not meet a NaN.
+
+    Args:
+        geometry: the shapes.
+        bases: each layer's key mean and balance, for codecs that use them; neutral if None.
     """
-    layers = tuple(_init_layer(geometry) for _ in range(geometry.num_layers))
-    return KVCache(layers, jnp.zeros(geometry.rows, jnp.int32))
+    bases = bases or (None,) * len(geometry.layers)
+    layers = tuple(
+        _init_layer(geometry, layer, basis)
+        for layer, basis in zip(geometry.layers, bases, strict=True)
+    )
+    zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
+    return KVCache(layers, *zero)
 
 
-def _init_layer(geometry: Geometry) -> LayerCache:
-    pages, page, dim = geometry.pages, geometry.page_size, geometry.head_dim
-    pool = KVPages(
-        k=jnp.zeros((pages, page, dim), geometry.dtype),
-        v=jnp.zeros((pages, dim, page), geometry.dtype),
+def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None) -> LayerCache:
+    tables, free = [], []
+    for shape in layer.classes:
+        size = (geometry.rows, geometry.num_kv_heads, shape.pages_per_head)
+        tables.append(jnp.full(size, SCRATCH_PAGE, jnp.int32))
+        pages = geometry.pages(shape)
+        # Popped from the end, so the lowest ids go first.
+        stack = jnp.arange(pages - 1, 0, -1, dtype=jnp.int32)
+        free.append(FreeList(stack, jnp.asarray(pages - 1, jnp.int32)))
+    size = (geometry.rows, layer.queries, geometry.num_heads, geometry.head_dim)
+    return LayerCache(
+        pools=tuple(_init_pool(geometry, shape, basis) for shape in layer.classes),
+        tables=tuple(tables),
+        free=tuple(free),
+        queries=jnp.zeros(size, geometry.dtype) if layer.queries else None,
+        codecs=tuple(shape.codec for shape in layer.classes),
+    )
+
+
+def _init_pool(geometry: Geometry, shape: ClassGeometry, basis: KeyBasis | None) -> KVPages:
+    pages, page, dim = geometry.pages(shape), shape.page_size, geometry.head_dim
+    codec = shape.codec
+
+    def codes(part: Codec):
+        width = part.width(dim)
+        return jnp.zeros((pages, page, width), geometry.dtype if part.fmt == "float" else jnp.uint8)
+
+    def scales(part: Codec, wanted: bool = True):
+        if part.fmt == "float" or not wanted:
+            return None
+        size = (pages, page // part.tokens, dim // (part.channels or dim))
+        return jnp.zeros(size, part.scale_dtype)
+
+    def turned(array):
+        return None if array is None else array.swapaxes(1, 2)
+
+    def constant(name, neutral, wanted: bool):
+        own = None if basis is None else getattr(basis, name)
+        if not wanted:
+            return None
+        size = (geometry.num_kv_heads, dim)
+        return jnp.full(size, neutral, jnp.float32) if own is None else own + jnp.float32(0)
+
+    return KVPages(
+        k=codes(codec.k),
+        v=turned(codes(codec.v)),
         bias=jnp.full((pages, page), -jnp.inf, jnp.float32),
         pos=jnp.full((pages, page), -1, jnp.int32),
+        k_scale=scales(codec.k),
+        v_scale=turned(scales(codec.v)),
+        k_zero=scales(codec.k, codec.k.zero),
+        v_zero=turned(scales(codec.v, codec.v.zero)),
+        mean=constant("mean", 0.0, codec.center),
+        balance=constant("balance", 1.0, codec.balance),
+        mass=jnp.zeros((pages, page), jnp.float32) if shape.mass else None,
+        k_format=codec.k.fmt,
+        v_format=codec.v.fmt,
+        rotated=codec.rotate,
     )
-    shape = (geometry.rows, geometry.num_kv_heads, geometry.pages_per_head)
-    table = jnp.full(shape, SCRATCH_PAGE, jnp.int32)
-    # Popped from the end, so the lowest ids go first.
-    stack = jnp.arange(pages - 1, 0, -1, dtype=jnp.int32)
-    free = FreeList(stack, jnp.asarray(pages - 1, jnp.int32))
-    return LayerCache((pool,), (table,), (free,))
 
 
-def usage(cache: KVCache) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Live slots and owned pages of every row, over all layers and KV heads."""
-    slots = pages = jnp.zeros(cache.length.shape, jnp.int32)
+def usage(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
+    """Live slots and owned pages of every row, over all KV heads, for every layer and class.
+
+    Layers with fewer classes than others have zeros at the end.
+    """
+    most = max(len(layer.pools) for layer in cache.layers)
+    slots, pages = [], []
     for layer in cache.layers:
-        for pool, table in zip(layer.pools, layer.tables, strict=True):
-            live = pool.bias[table] > -jnp.inf
-            slots += live.sum((1, 2, 3), dtype=jnp.int32)
-            pages += (table != SCRATCH_PAGE).sum((1, 2), dtype=jnp.int32)
-    return slots, pages
+        rest = [jnp.zeros(cache.length.shape, jnp.int32)] * (most - len(layer.pools))
+        live = [
+            (pool.bias[table] > -jnp.inf).sum((1, 2, 3), dtype=jnp.int32)
+            for pool, table in zip(layer.pools, layer.tables, strict=True)
+        ]
+        owned = [(table != SCRATCH_PAGE).sum((1, 2), dtype=jnp.int32) for table in layer.tables]
+        slots.append(jnp.stack(live + rest, -1))
+        pages.append(jnp.stack(owned + rest, -1))
+    return jnp.stack(slots, 1), jnp.stack(pages, 1)

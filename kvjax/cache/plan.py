@@ -6,14 +6,19 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.errors import CapacityError
+from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
+from kvjax.codecs import kv_codec
+from kvjax.compress.policy import Policy, policies
+from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
-from kvjax.recipes import Recipe
+from kvjax.recipes import PHASES, Recipe
 from kvjax.report.units import size
 
 PREFILL_CHUNK = 2048
 """Tokens read at once at most; longer prompts are read in chunks of this size."""
 SMALLEST_BUCKET = 16
+RECENT_PAGE = 16
+"""Slots of a page of recent tokens; there are few of these."""
 
 
 def bucket(tokens: int) -> int:
@@ -25,57 +30,6 @@ def padded_prompt(tokens: int) -> int:
     """A prompt's length once its last chunk is padded to its bucket."""
     whole = (tokens - 1) // PREFILL_CHUNK * PREFILL_CHUNK
     return whole + bucket(tokens - whole)
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """The shapes of a cache; ``init_cache`` makes exactly this.
-
-    Attributes:
-        pages_per_head: the most pages that one KV head of one row and layer can own.
-    """
-
-    num_layers: int
-    rows: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    pages_per_head: int
-    dtype: DTypeLike
-
-    @property
-    def pages(self) -> int:
-        """Pages of one layer's pool, the scratch page among them."""
-        return 1 + self.rows * self.num_kv_heads * self.pages_per_head
-
-    @property
-    def slot_bytes(self) -> int:
-        """One token of one KV head and layer: key, value, bias and position."""
-        return 2 * self.head_dim * jnp.dtype(self.dtype).itemsize + 4 + 4
-
-    @property
-    def token_bytes(self) -> int:
-        """One token in every layer and KV head."""
-        return self.num_layers * self.num_kv_heads * self.slot_bytes
-
-    @property
-    def full_token_bytes(self) -> int:
-        """One token in an uncompressed bfloat16 cache: the yardstick of every ratio."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * 2
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.num_layers * self.pages * self.page_size * self.slot_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        """Block tables, free lists and lengths."""
-        entries = self.rows * self.num_kv_heads * self.pages_per_head + self.pages
-        return 4 * (self.num_layers * entries + self.rows)
-
-    @property
-    def nbytes(self) -> int:
-        return self.pool_bytes + self.table_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,24 +76,60 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of ``--plan``."""
         shape = self.geometry
-        ratio = shape.token_bytes / shape.full_token_bytes
         lines = [
             ("method", self.recipe.name),
             ("rows", f"{shape.rows}"),
             ("tokens a row", f"{self.tokens}"),
-            ("cache dtype", jnp.dtype(shape.dtype).name),
-            ("page", f"{shape.page_size} slots of {shape.slot_bytes} bytes"),
-            ("pages a KV head", f"{shape.pages_per_head}"),
-            ("pages a layer", f"{shape.pages} (one is scratch)"),
-            ("bytes a token", f"{shape.token_bytes:,} ({ratio:.3f} of a bare bf16 cache)"),
+            ("dtype", jnp.dtype(shape.dtype).name),
+        ]
+        if self.recipe.selector is not None:
+            lines.insert(1, ("budget", _budget(self.recipe)))
+        # Layers that are alike share their lines.
+        for layer in dict.fromkeys(shape.layers):
+            alike = sum(other == layer for other in shape.layers)
+            for i, part in enumerate(layer.classes):
+                what = part.codec.name
+                if i == 0 and len(layer.classes) > 1:
+                    what = "recent"
+                elif i == 1 and len(layer.classes) > 2:
+                    what = f"first, {what}"
+                slot = sum(shape.slot_bytes(part).values())
+                lines.append(
+                    (
+                        f"{_counted(alike, 'layer')}, {what}",
+                        f"{_counted(part.pages_per_head, 'page')} a KV head of {part.page_size} slots of "
+                        f"{slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
+                    )
+                )
+        held = shape.nbytes / shape.rows / self.tokens
+        lines += [
+            (
+                "bytes a token",
+                f"{held:,.0f} ({held / shape.full_token_bytes:.3f} of a bare bf16 cache)",
+            ),
             ("pools", size(shape.pool_bytes)),
-            ("tables", size(shape.table_bytes)),
+            ("cache", size(shape.nbytes)),
             ("weights", size(self.parameter_bytes)),
         ]
         if self.memory_bytes is not None:
             lines.append(("memory", size(self.memory_bytes)))
             lines.append(("largest batch", f"{self.largest_batch()}"))
         return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _budget(recipe: Recipe) -> str:
+    """What the recipe keeps, in words."""
+    shared = isinstance(recipe.budget, float)
+    tokens = f"{recipe.budget:g} of the tokens read" if shared else f"{recipe.budget:,} tokens"
+    when = f"every {recipe.every} steps" if recipe.every else "while the prompt is read"
+    stay = f"the first {recipe.sinks} and the last {max(recipe.recent, recipe.window)} stay"
+    prompt = ", and all of the prompt" if recipe.spares_prompt else ""
+    chosen = type(recipe.selector).__name__
+    return f"{tokens} a KV head, chosen by {chosen} {when}; {stay}{prompt}"
 
 
 def plan(
@@ -157,15 +147,69 @@ def plan(
 
     The size depends on the prompt's bucket and not on its exact length, so that two prompts of one
     bucket share every compiled program.
+
+    Raises:
+        UsageError: the recipe does not fit the model or the prompt.
     """
-    tokens = min(padded_prompt(prompt_tokens) + max_new_tokens, config.context_length)
+    prompt = padded_prompt(prompt_tokens)
+    tokens = min(prompt + max_new_tokens, config.context_length)
     geometry = Geometry(
-        num_layers=config.num_layers,
+        layers=tuple(
+            _layer(recipe, policy, window, tokens, min(prompt, tokens))
+            for policy, window in zip(policies(recipe, config), config.windows, strict=True)
+        ),
         rows=batch_size,
+        num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        page_size=recipe.page_size,
-        pages_per_head=math.ceil(tokens / recipe.page_size),
         dtype=jnp.dtype(dtype),
     )
+    if recipe.selector is not None and recipe.spares_prompt and isinstance(recipe.budget, int):
+        least = prompt_tokens + recipe.floor
+        if recipe.budget < least:
+            raise UsageError(
+                f"budget {recipe.budget} is below a prompt of {prompt_tokens} tokens, which all "
+                f"stay, and the {recipe.floor} tokens beside it: pass {least}"
+            )
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes)
+
+
+def _layer(
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int
+) -> LayerGeometry:
+    """What one layer takes at most."""
+    if recipe.keeps_all:
+        held = tokens if window is None else min(tokens, window)
+        pages = math.ceil(held / recipe.page_size)
+        return LayerGeometry((ClassGeometry(kv_codec("bf16"), recipe.page_size, pages),))
+    group = max(codec.group for codec in policy.classes)
+    recent = recipe.window + recipe.tick + group - 1
+    first = ClassGeometry(
+        kv_codec("bf16"), RECENT_PAGE, math.ceil(recent / RECENT_PAGE), recipe.needs_mass
+    )
+    held = _held(recipe, policy, window, tokens, prompt)
+    page = recipe.page_size
+    if page % group:
+        raise UsageError(
+            f"page_size {page} must be a multiple of the {group} tokens that share a scale in "
+            f"codec {policy.classes[0].name}"
+        )
+    sizes = (policy.first, held - policy.first) if policy.first else (held,)
+    rest = tuple(
+        ClassGeometry(codec, page, max(1, math.ceil(size / page)), recipe.needs_mass)
+        for codec, size in zip(policy.classes, sizes, strict=True)
+    )
+    return LayerGeometry((first, *rest), recipe.needs_queries)
+
+
+def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int) -> int:
+    """Tokens of one KV head outside the recent window, at most."""
+    if policy.keeps == "all":
+        return tokens
+    if policy.keeps == "window":
+        return min(window + recipe.tick, tokens)
+    # Between two selections nothing is evicted.
+    always = recipe.every and set(PHASES[1:]) <= set(recipe.compress)
+    apart = max(recipe.every, recipe.tick) if always else tokens - prompt
+    spared = prompt if recipe.spares_prompt else 0
+    return min(max(recipe.most(tokens), spared + recipe.floor) + apart, tokens)

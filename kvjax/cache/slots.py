@@ -1,40 +1,43 @@
-"""Where tokens go: pages from the free list, slots in pages, and the stores into them."""
+"""Where tokens go: slots in pages, and the stores into them."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.cache import FreeList, KVCache, LayerCache
-from pallas_kernels import SCRATCH_PAGE, write_slots
+from kvjax.cache.cache import KVCache, LayerCache
+from kvjax.cache.pages import give_pages, take_pages
+from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values
+from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
+
+
+def replace_class(layer: LayerCache, index: int, **parts) -> LayerCache:
+    """The layer with another pool, table or free list for one class."""
+    changed = {}
+    for name, new in parts.items():
+        held = getattr(layer, name)
+        changed[name] = (*held[:index], new, *held[index + 1 :])
+    return dataclasses.replace(layer, **changed)
 
 
 def reserve(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
-    """Give every row the pages that it needs to hold ``length`` tokens; what it has it keeps.
+    """Give every row the pages of the first class that it needs to hold ``length`` tokens.
 
     Done once for many steps, so that a step itself never touches a free list. The planner sizes
-    the pools so that the pages are there.
+    the pools so that the pages are there. A class that is full takes no more: its oldest tokens
+    give way.
     """
-    layers = tuple(_reserve_layer(layer, length) for layer in cache.layers)
+    layers = tuple(reserve_layer(layer, length) for layer in cache.layers)
     return dataclasses.replace(cache, layers=layers)
 
 
-def _reserve_layer(layer: LayerCache, length: Int[Array, " B"]) -> LayerCache:
-    (pool,), (table,), (free,) = layer.pools, layer.tables, layer.free
-    needed = -(-length // pool.page_size)
-    index = jnp.arange(table.shape[2], dtype=jnp.int32)
-    missing = (table == SCRATCH_PAGE) & (index[None] < needed[:, None])[:, None]
-    table, free = _take_pages(free, table, missing)
-    return LayerCache((pool,), (table,), (free,))
-
-
-def _take_pages(
-    free: FreeList, table: Int[Array, "B Hkv P"], missing: Bool[Array, "B Hkv P"]
-) -> tuple[Int[Array, "B Hkv P"], FreeList]:
-    order = jnp.cumsum(missing.ravel(), dtype=jnp.int32).reshape(missing.shape)
-    taken = free.pages.at[free.count - order].get(mode="fill", fill_value=SCRATCH_PAGE)
-    count = free.count - missing.sum(dtype=jnp.int32)
-    return jnp.where(missing, taken, table), FreeList(free.pages, count)
+def reserve_layer(layer: LayerCache, length: Int[Array, " B"]) -> LayerCache:
+    pool, table = layer.pools[0], layer.tables[0]
+    needed = jnp.minimum(-(-length // pool.page_size), table.shape[2])
+    owned = (table != SCRATCH_PAGE).sum(-1, dtype=jnp.int32)
+    table, free = take_pages(layer.free[0], table, jnp.maximum(needed[:, None] - owned, 0))
+    return replace_class(layer, 0, tables=table, free=free)
 
 
 def append(
@@ -43,13 +46,16 @@ def append(
     v: Float[Array, "B T Hkv D"],
     pos: Int[Array, "B T"],
     keep: Bool[Array, "B T"],
+    mass: Float[Array, "B Hkv T"] | None = None,
 ) -> LayerCache:
-    """Store tokens at the slots of their logical positions, whose pages are reserved already.
+    """Store tokens in the first class, at the slots of their positions, which are reserved already.
 
-    Tokens that are not to be kept (padding, finished rows) go to the scratch page.
+    Tokens that are not to be kept (padding, finished rows) go to the scratch page. Of those to be
+    kept, no two may be a multiple of the capacity apart.
     """
-    (pool,), (table,), free = layer.pools, layer.tables, layer.free
-    pages = jnp.take_along_axis(table, (pos // pool.page_size)[:, None], 2, mode="clip")
+    pool, table = layer.pools[0], layer.tables[0]
+    page = pos // pool.page_size % table.shape[2]
+    pages = jnp.take_along_axis(table, page[:, None], 2, mode="clip")
     pages = jnp.where(keep[:, None], pages, SCRATCH_PAGE)  # [B, Hkv, T]
     slots = jnp.broadcast_to((pos % pool.page_size)[:, None], pages.shape)
     # Zeros to the scratch page, which every row's table is padded with: a NaN of one row must not
@@ -57,5 +63,152 @@ def append(
     k, v = (
         jnp.where(keep[:, None, :, None], x.swapaxes(1, 2), 0).astype(pool.k.dtype) for x in (k, v)
     )
-    pool = write_slots(pool, pages, slots, k, v, pos)
-    return LayerCache((pool,), (table,), free)
+    return replace_class(layer, 0, pools=write_slots(pool, pages, slots, k, v, pos, mass=mass))
+
+
+def store(
+    layer: LayerCache,
+    index: int,
+    k: Float[Array, "B Hkv T D"],
+    v: Float[Array, "B Hkv T D"],
+    pos: Int[Array, "B T"],
+    keep: Bool[Array, "B Hkv T"],
+    mass: Float[Array, "B Hkv T"] | None = None,
+) -> tuple[LayerCache, Bool[Array, "B Hkv T"]]:
+    """Code tokens and put them into free slots of a class: of pages owned already, then of new ones.
+
+    Args:
+        index: the class.
+        k: keys as the model made them.
+        v: values.
+        pos: logical positions.
+        keep: which tokens each KV head keeps; the others may hold anything.
+        mass: attention that they have received so far.
+
+    Returns:
+        The layer, and which of the tokens found a slot.
+    """
+    pool, codec = layer.pools[index], layer.codecs[index]
+    table, free = layer.tables[index], layer.free[index]
+    needed = keep.sum(-1, dtype=jnp.int32)
+    lacking = needed - _is_free(pool, table).sum((2, 3), dtype=jnp.int32)
+    wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
+    table, free = take_pages(free, table, wanted)
+    pages, slots = _free_slots(pool, table, keep)
+    # What is not kept goes to the scratch page, as zeros: see ``append``.
+    k, v = (jnp.where(keep[..., None], x, 0) for x in (k, v))
+    coded = _encode(codec, pool, k, v)
+    shared = {name: part for name, part in coded.items() if name not in ("k", "v")}
+    pool = write_slots(pool, pages, slots, coded["k"], coded["v"], pos, **shared, mass=mass)
+    placed = keep & (pages != SCRATCH_PAGE)
+    return replace_class(layer, index, pools=pool, tables=table, free=free), placed
+
+
+def evict(layer: LayerCache, index: int, keep: Bool[Array, "B Hkv P page"]) -> LayerCache:
+    """Free the slots of a class that are not to be kept, and give back the pages left empty.
+
+    The pages of the first class stay: a row needs them again with its next token.
+    """
+    pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
+    live = keep & (pool.bias[table] > -jnp.inf)
+    pool = dataclasses.replace(
+        pool,
+        bias=pool.bias.at[table].set(jnp.where(live, pool.bias[table], -jnp.inf)),
+        pos=pool.pos.at[table].set(jnp.where(live, pool.pos[table], -1)),
+    )
+    if index:
+        table, free = give_pages(free, table, ~live.any(-1))
+    return replace_class(layer, index, pools=pool, tables=table, free=free)
+
+
+def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
+    """Empty some rows and give back all their pages, so that they can start again."""
+    layers = []
+    for layer in cache.layers:
+        for index, table in enumerate(layer.tables):
+            keep = jnp.broadcast_to(
+                ~rows[:, None, None, None], (*table.shape, layer.pools[index].page_size)
+            )
+            layer = evict(layer, index, keep)
+            owned = jnp.broadcast_to(rows[:, None, None], table.shape)
+            table, free = give_pages(layer.free[index], layer.tables[index], owned)
+            layer = replace_class(layer, index, tables=table, free=free)
+        layers.append(layer)
+    counters = {
+        name: jnp.where(rows, 0, getattr(cache, name))
+        for name in ("length", "prompt", "stored", "crowded")
+    }
+    return dataclasses.replace(cache, layers=tuple(layers), **counters)
+
+
+def compact(layer: LayerCache, index: int) -> LayerCache:
+    """Move the live slots of each KV head to its first pages, codes byte for byte; free the rest.
+
+    For once, after much was evicted: it copies all that the class's tables name. Scales that several
+    slots share cannot move with one of them, so such classes are not for this.
+    """
+    pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
+    if layer.codecs[index].group > 1:
+        raise ValueError(f"slots of {layer.codecs[index].name} share scales and cannot be moved")
+    rows, heads, width = table.shape
+    order = jnp.argsort(pool.bias[table].reshape(rows, heads, -1) == -jnp.inf, -1, stable=True)
+
+    def move(array, axis):
+        """Reorder the slots, which lie along ``axis`` of the pool's array."""
+        if array is None:
+            return None
+        lying = jnp.moveaxis(array, axis, 1)  # [pages, page, ...]
+        rest = lying.shape[2:]
+        flat = lying[table].reshape(rows, heads, width * pool.page_size, *rest)
+        at = order.reshape(*order.shape, *(1,) * len(rest))
+        sorted_ = jnp.take_along_axis(flat, at, 2).reshape(*table.shape, pool.page_size, *rest)
+        # The scratch page, which pads the tables, comes out as it was: nothing in it is live.
+        return array.at[table].set(jnp.moveaxis(sorted_, 3, 2 + axis))
+
+    axes = {"k": 1, "v": 2, "bias": 1, "pos": 1, "k_scale": 1, "v_scale": 2, "mass": 1}
+    axes |= {"k_zero": 1, "v_zero": 2}
+    pool = dataclasses.replace(
+        pool, **{name: move(getattr(pool, name), axis) for name, axis in axes.items()}
+    )
+    empty = ~(pool.bias[table] > -jnp.inf).any(-1)
+    table, free = give_pages(free, table, empty)
+    return replace_class(layer, index, pools=pool, tables=table, free=free)
+
+
+def _is_free(pool: KVPages, table: Int[Array, "B Hkv P"]) -> Bool[Array, "B Hkv P page"]:
+    return (pool.bias[table] == -jnp.inf) & (table != SCRATCH_PAGE)[..., None]
+
+
+def _free_slots(
+    pool: KVPages, table: Int[Array, "B Hkv P"], keep: Bool[Array, "B Hkv T"]
+) -> tuple[Int[Array, "B Hkv T"], Int[Array, "B Hkv T"]]:
+    """Page and slot for every token to be kept; the scratch page where there is none left."""
+    rows, heads, tokens = keep.shape
+    free = _is_free(pool, table).reshape(rows, heads, -1)
+    rank = jnp.cumsum(free, -1, dtype=jnp.int32) - 1
+    # The r-th free slot of every KV head; beyond the last one, a page that is not there.
+    none = free.shape[-1]
+    where = jnp.where(free, rank, tokens)
+    index = jnp.broadcast_to(jnp.arange(none, dtype=jnp.int32)[None, None], free.shape)
+    start = jnp.full((rows, heads, tokens), none, jnp.int32)
+    row, head = (jnp.arange(n, dtype=jnp.int32) for n in (rows, heads))
+    places = start.at[row[:, None, None], head[None, :, None], where].set(index, mode="drop")
+    mine = jnp.cumsum(keep, -1, dtype=jnp.int32) - 1
+    place = jnp.take_along_axis(places, jnp.maximum(mine, 0), -1)
+    place = jnp.where(keep, place, none)
+    pages = jnp.take_along_axis(table, place // pool.page_size, 2, mode="clip")
+    return jnp.where(place < none, pages, SCRATCH_PAGE), place % pool.page_size
+
+
+def _encode(codec: KVCodec, pool: KVPages, k, v) -> dict[str, jax.Array]:
+    """What ``write_slots`` stores of the tokens."""
+    if codec.rotate or pool.mean is not None or pool.balance is not None:
+        k = code_keys(codec, KeyBasis(pool.mean, pool.balance), k)
+        v = code_values(codec, v)
+    found = {}
+    parts = (("k", codec.k, k, pool.k.dtype), ("v", codec.v, v, pool.v.dtype))
+    for name, part, x, dtype in parts:
+        coded = part.encode(x)
+        found[name] = coded.codes.astype(dtype)
+        found |= {f"{name}_scale": coded.scale, f"{name}_zero": coded.zero}
+    return found

@@ -7,6 +7,20 @@ from typing import Literal
 from kvjax.command.options import make_parser, option
 from kvjax.errors import UsageError
 
+# Written out, since the names' own module needs JAX.
+Method = Literal[
+    "full",
+    "uniform",
+    "kivi",
+    "streaming",
+    "random",
+    "h2o",
+    "tova",
+    "snapkv",
+    "snapkv_decode",
+    "rkv",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -51,7 +65,65 @@ class DecodeConfig:
     seed: int = option(0, "of the samples", minimum=0, maximum=2**32 - 1)
     greedy: bool = option(False, "the likeliest token always", group="sampling")
     batch_size: int = option(8, "prompts decoded together", minimum=1)
-    method: Literal["full"] = option("full", "how the cache is kept")
+    stop: tuple[str, ...] = option(
+        (), "end an answer where this text begins; may be given several times"
+    )
+    method: Method | None = option(
+        None, "how the cache is kept; docs/command.md has what each does (default: full)"
+    )
+    kv_bits: str | None = option(
+        None, "codec of the tokens: 8, 4, 2, k4v2, fp8, nvfp4, ternary, kivi2, ...", joined=True
+    )
+    kv_bits_layers: str | None = option(
+        None, 'codecs of single layers, the first that fits wins: "0:8,*:4"', joined=True
+    )
+    kv_budget: str | None = option(
+        None,
+        "tokens a KV head may keep, or the share of those read if it is 1.0 or below (default: "
+        "1024 where the method evicts)",
+        group="budget",
+        joined=True,
+    )
+    kv_budget_bytes: str | None = option(
+        None, "what a row's cache may take, in bytes or as 64MiB", group="budget", joined=True
+    )
+    sink_tokens: int | None = option(None, "first tokens that stay (default: 4)", minimum=0)
+    recent_window: int | None = option(
+        None,
+        "last tokens that stay, or that are not coded yet where nothing is evicted (default: 32; "
+        "16 with uniform)",
+        minimum=0,
+    )
+    protect_prompt: bool = option(False, "all of the prompt stays")
+    compress_every: int | None = option(
+        None, "tokens between two evictions; 0: only while the prompt is read", minimum=0
+    )
+    skip_layers: str | None = option(
+        None, "layers whose tokens all stay: 0,-1", joined=True
+    )
+    compress: str | None = option(
+        None,
+        "where tokens may be evicted (default: prompt,think,answer)",
+        joined=True,
+    )
+    positions: Literal["original", "contiguous"] | None = option(
+        None, "contiguous: the first tokens seem to stand right before the last (streaming only)"
+    )
+    selector: Literal["h2o", "random", "rkv", "snapkv", "streaming", "tova"] | None = option(
+        None, "what chooses the tokens that stay, instead of the method's own"
+    )
+    fit: str | None = option(
+        None,
+        "memory for weights and cache, as 2GiB: choose the best method that fits",
+        group="memory",
+        joined=True,
+    )
+    memory: str | None = option(
+        None,
+        "memory that weights and cache may take (default: what the device has)",
+        group="memory",
+        joined=True,
+    )
     page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")
@@ -67,6 +139,8 @@ class DecodeConfig:
         """
         if self.page_size & (self.page_size - 1):
             raise UsageError(f"--page-size must be a power of two, got {self.page_size}")
+        if "" in self.stop:
+            raise UsageError("--stop must not be empty")
         if self.system_prompt is not None and not self.chat_template:
             raise UsageError("--system-prompt needs the chat template: drop --no-chat-template")
         if self.prompts and self.stream:

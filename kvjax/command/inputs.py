@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import kvjax
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.prompts import Row, read_prompt, read_rows, text_row
 from kvjax.errors import ModelError, UsageError
 from kvjax.fetch_model import default_model_path
+from kvjax.recipes import Recipe
 
 
 def read_input(config: DecodeConfig) -> list[Row]:
@@ -41,9 +41,8 @@ def model_source(config: DecodeConfig) -> str:
     return str(source)
 
 
-def stream_options(config: DecodeConfig) -> dict[str, Any]:
+def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:
     """What the options mean to ``kvjax.stream``."""
-    recipe = {"full": kvjax.recipes.full}[config.method](config.page_size)
     return {
         "recipe": recipe,
         "max_new_tokens": config.max_new_tokens,
@@ -57,4 +56,5 @@ def stream_options(config: DecodeConfig) -> dict[str, Any]:
         "chat": config.chat_template,
         "thinking": {"on": True, "off": False, "auto": None}[config.thinking],
         "repetition_stop": config.repetition_stop,
+        "stop_texts": config.stop,
     }

@@ -1,14 +1,16 @@
 """One table of options, filled from a YAML file and from flags, which win.
 
 The table is a frozen dataclass whose fields are made by ``option``. A field's type says what its
-value may be: ``str``, ``int``, ``float``, ``bool``, a ``Literal`` of strings, or any of these or
-None.
+value may be: ``str``, ``int``, ``float``, ``bool``, a ``Literal`` of strings, any of these or None,
+or ``tuple[str, ...]``, whose flag may be given several times.
 """
 
 import argparse
 import dataclasses
 import difflib
 import math
+import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,7 @@ class Option:
             replaces any of the file.
         minimum: the smallest allowed number, or the bound that it must exceed if ``exclusive``.
         maximum: the largest allowed number.
+        joined: of a text: a file may also hold a number, or a list, which is joined by commas.
     """
 
     help: str
@@ -37,6 +40,7 @@ class Option:
     minimum: float | None = None
     exclusive: bool = False
     maximum: float | None = None
+    joined: bool = False
 
 
 def option(default: Any, help: str, *flags: str, **bounds: Any) -> Any:
@@ -71,7 +75,7 @@ def _entry(field: dataclasses.Field, hint: Any) -> Entry:
     if optional:
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
-    kind = str if choices else hint
+    kind = str if choices else typing.get_origin(hint) or hint
     return Entry(field.name, field.default, kind, choices, optional, field.metadata["option"])
 
 
@@ -91,6 +95,8 @@ def make_parser(table: type, **settings: Any) -> argparse.ArgumentParser:
         kind: dict[str, Any] = {"type": entry.type, "choices": entry.choices}
         if entry.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
+        elif entry.type is tuple:
+            kind = {"action": "append", "metavar": "TEXT"}
         elif entry.choices is None:
             kind["metavar"] = {str: "TEXT", int: "N", float: "X"}[entry.type]
         parser.add_argument(*short, entry.flag, *long, dest=entry.name, help=_help(entry), **kind)
@@ -99,7 +105,7 @@ def make_parser(table: type, **settings: Any) -> argparse.ArgumentParser:
 
 def _help(entry: Entry) -> str:
     text = entry.option.help.replace("%", "%%")
-    shown = entry.default is not None and entry.default is not False
+    shown = entry.default is not None and entry.default is not False and entry.default != ()
     return f"{text} (default: {entry.default})" if shown else text
 
 
@@ -126,10 +132,18 @@ def _typed(entry: Entry, value: Any, path: str) -> Any:
         return None
     if entry.type is float and type(value) is int:
         return float(value)
+    if entry.option.joined:
+        items = value if isinstance(value, list) and value else [value]
+        if all(type(item) in (str, int, float) for item in items):
+            return ",".join(map(str, items))
+    if entry.type is tuple:
+        items = value if isinstance(value, list) else [value]
+        if all(type(item) is str for item in items):
+            return tuple(items)
     if type(value) is entry.type and (entry.choices is None or value in entry.choices):
         return value
     kinds = {str: "text (quote it if it looks like a number)", int: "a whole number"}
-    kinds |= {float: "a number", bool: "true or false"}
+    kinds |= {float: "a number", bool: "true or false", tuple: "text or a list of texts"}
     wanted = f"one of {', '.join(entry.choices)}" if entry.choices else kinds[entry.type]
     raise UsageError(f"{path}: {entry.name} must be {wanted}, got {value!r}")
 
@@ -189,10 +203,26 @@ def parse[Table](
     Returns:
         The options, and what ``argv`` gave for the parser's other flags.
     """
-    given = vars(parser.parse_args(argv))
     known = entries(table)
-    flags = {name: value for name, value in given.items() if name in known}
+    given = vars(parser.parse_args(_negatives_joined(sys.argv[1:] if argv is None else argv, known)))
+    flags = {
+        name: tuple(value) if known[name].type is tuple else value
+        for name, value in given.items()
+        if name in known
+    }
     rest = argparse.Namespace(**{n: v for n, v in given.items() if n not in known})
     path = getattr(rest, "config", None)
     file = read_options(table, path) if path else {}
     return merge(table, file, flags), rest
+
+
+def _negatives_joined(argv: Sequence[str], known: Mapping[str, Entry]) -> list[str]:
+    """``--flag -1,0`` as ``--flag=-1,0``, which argparse does not take for another flag."""
+    flags = {entry.flag for entry in known.values() if entry.option.joined}
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in flags and re.match(r"-\d", word):
+            words[-1] += "=" + word
+        else:
+            words.append(word)
+    return words

@@ -8,18 +8,24 @@ import kvjax
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
+from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.output import Output, OutputError, open_output
+from kvjax.command.outline import outline
 from kvjax.command.prompts import Row
+from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event
 from kvjax.errors import KvjaxError
+from kvjax.memory import device_memory
+from kvjax.recipes import Recipe
 from kvjax.report.answers import Answers
 from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
+from kvjax.report.units import size
 
 
 def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = None) -> int:
@@ -28,12 +34,14 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     Raises:
         KvjaxError: nothing more can be done; answers written so far stay.
     """
+    recipe = given_recipe(config)
+    allowed_memory(config)
     rows = read_input(config)
     named = (config.prompt_file, config.prompts, config.model, config.tokenizer, config_file)
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
-    started = _Run(config, rows, output, interrupts)
+    started = _Run(config, recipe, rows, output, interrupts)
     kept = False
     try:
         code = started.decode()
@@ -53,9 +61,15 @@ class _Run:
     """What the steps of one run share."""
 
     def __init__(
-        self, config: DecodeConfig, rows: list[Row], output: Output, interrupts: Interrupts
+        self,
+        config: DecodeConfig,
+        recipe: Recipe | None,
+        rows: list[Row],
+        output: Output,
+        interrupts: Interrupts,
     ):
         self.config = config
+        self.recipe = recipe
         self.rows = rows
         self.interrupts = interrupts
         self.answers = Answers(output, config.answer_format, listed=config.prompts is not None)
@@ -72,6 +86,7 @@ class _Run:
         """Load, decode, tell; returns the exit code."""
         with Clock() as clock:
             keep_compiled_programs()
+            self._settle()
             lm = self._load()
             loading_compiled = clock.compile_s
             self.interrupts.wait_for_answers()
@@ -82,6 +97,25 @@ class _Run:
         if self.interrupts.requested():
             return INTERRUPTED
         return ROWS_FAILED if any("error" in row for row in self.answers.records) else 0
+
+    def _settle(self) -> None:
+        """Choose the recipe, where the run's size decides it, and refuse what cannot work."""
+        config, memory = self.config, allowed_memory(self.config)
+        if self.recipe is not None and self.recipe.keeps_all and memory is None:
+            return  # nothing to find out, and the library checks the memory
+        outlined = outline(config, self.rows)
+        self.recipe = settled_recipe(config, outlined)
+        with flags_in_errors():
+            planned = outlined.plan(self.recipe, memory or device_memory())
+        planned.check()
+        if config.fit is not None and not config.quiet:
+            print(
+                f"kvjax: --fit {config.fit} chose {described(self.recipe)} "
+                f"({size(planned.geometry.nbytes)} of cache beside "
+                f"{size(planned.parameter_bytes)} of weights)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _load(self) -> kvjax.LanguageModel:
         config = self.config
@@ -100,13 +134,13 @@ class _Run:
                 self.answers.add(i, failed(row.id, row.error))
         good = [i for i, row in enumerate(self.rows) if row.error is None]
         prompts = [self.rows[i].prompt for i in good]
-        events = kvjax.stream(
-            lm, prompts, **stream_options(self.config), should_stop=self.interrupts.requested
-        )
+        options = stream_options(self.config, self.recipe)
+        events = kvjax.stream(lm, prompts, **options, should_stop=self.interrupts.requested)
         started = time.perf_counter()
         try:
-            for event in events if good else ():
-                self._take(event, good)
+            with flags_in_errors():
+                for event in events if good else ():
+                    self._take(event, good)
         except OutputError:
             raise
         except KvjaxError as error:
@@ -127,7 +161,8 @@ class _Run:
             self._take_text(event)
         elif event.kind == "done":
             row = good[event.row]
-            self.answers.add(row, record(self.rows[row].id, event.result, self.load_s))
+            made = record(self.rows[row].id, event.result, self.load_s, fit=self.config.fit)
+            self.answers.add(row, made)
 
     def _take_text(self, event: Event) -> None:
         if self.first_token_s is None:

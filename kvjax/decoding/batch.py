@@ -43,22 +43,31 @@ class Batch:
         halted[: len(self.rows)] = [row.finish is not None for row in self.rows]
         return halted
 
+    def compressing(self) -> np.ndarray:
+        """Rows in a phase of their answer in which the recipe selects tokens."""
+        phases = np.zeros(self._planned.geometry.rows, bool)
+        phases[: len(self.rows)] = [row.phase in self._options.recipe.compress for row in self.rows]
+        return phases
+
     def take(self, output: ChunkOutput) -> Iterator[Event]:
         """Read a chunk's output: waits for the device, then tells what each row got."""
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
-        held = np.stack([output.length, output.slots, output.pages], 1).tolist()
+        length, slots, pages = map(np.asarray, (output.length, output.slots, output.pages))
+        crowded = np.asarray(output.crowded)
         self._clock.mark(int(real[:, : len(self.rows)].sum()))
         for i, row in enumerate(self.rows):
             if row.finish is not None:
                 continue
             text, new = row.push(tokens[real[:, i], i].tolist())
-            self._log[i].add(*held[i])
+            self._log[i].add(int(length[i]), slots[i], pages[i])
             if not finite[i]:
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "
                     f"{len(row.tokens)} tokens; try --dtype float32, or check the weights"
                 )
                 text += row.end("error", self.numerical_error)
+            if crowded[i] and row.finish is None:
+                text += row.end("cache_full")
             if new or text:
                 yield Event(
                     "text", row=row.request.row, text=text, tokens=new, progress=self._progress()

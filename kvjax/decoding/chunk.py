@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache, append, reserve, usage
+from kvjax.compress.policy import policies
+from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
 from kvjax.models.decoder import Decoder
+from kvjax.recipes import Recipe, full
 from pallas_kernels import paged_attention
 
 
@@ -41,20 +44,24 @@ class ChunkOutput:
         real: False where the row was finished already.
         finite: False for a row whose logits held NaN or infinity.
         length: tokens that each row has read; the last one chosen is not among them.
-        slots: live slots of each row, over all layers and KV heads.
-        pages: pages that each row owns, over all layers and KV heads.
+        slots: live slots of each row, over all KV heads, for every layer and class.
+        pages: pages that each row owns, likewise.
+        crowded: tokens (of one layer and KV head each) that found no slot.
     """
 
     tokens: Int[Array, "N B"]
     real: Bool[Array, "N B"]
     finite: Bool[Array, " B"]
     length: Int[Array, " B"]
-    slots: Int[Array, " B"]
-    pages: Int[Array, " B"]
+    slots: Int[Array, "B L C"]
+    pages: Int[Array, "B L C"]
+    crowded: Int[Array, " B"]
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
-        return cls(tokens, real, state.finite, state.cache.length + 0, *usage(state.cache))
+        cache = state.cache
+        held = usage(cache)
+        return cls(tokens, real, state.finite, cache.length + 0, *held, cache.crowded + 0)
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
@@ -83,7 +90,7 @@ def start_decoding(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("steps", "stop_ids", "width"), donate_argnames=("state",)
+    jax.jit, static_argnames=("steps", "stop_ids", "width", "recipe"), donate_argnames=("state",)
 )
 def decode_chunk(
     model: Decoder,
@@ -94,6 +101,7 @@ def decode_chunk(
     steps: int,
     stop_ids: tuple[int, ...],
     width: int | None = None,
+    recipe: Recipe | None = None,
 ) -> tuple[DecodeState, ChunkOutput]:
     """Decode ``steps`` tokens in every row that is not finished.
 
@@ -107,19 +115,21 @@ def decode_chunk(
         halt: rows to finish before the first step.
         steps: tokens a row at most.
         stop_ids: tokens that end a row.
-        width: pages of a KV head attended at most, if the caller knows that no row will have more
-            live ones; None attends to all that a row can own.
+        width: slots of a KV head and class attended at most, if the caller knows that no row will
+            have pages beyond; None attends to all that a row can own.
+        recipe: how the cache is kept; ``kvjax.recipes.full()`` if None.
 
     Returns:
         The new state, and what the host reads of it.
     """
+    recipe = recipe or full()
     state = dataclasses.replace(state, left=jnp.where(halt, 0, state.left))
     ahead = jnp.minimum(state.left, steps)
     state = dataclasses.replace(state, cache=reserve(state.cache, state.cache.length + ahead))
 
     def step(state, _):
         active = state.left > 0
-        logits, cache = _decode_token(model, state.cache, state.token, active, width)
+        logits, cache = decode_token(model, state.cache, state.token, active, width, recipe)
         token = jnp.where(active, sample(logits, cache.length, sampling), state.token)
         left = jnp.where(active, _tokens_left(token, state.left, stop_ids), 0)
         finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
@@ -129,26 +139,43 @@ def decode_chunk(
     return state, ChunkOutput.of(state, tokens, real)
 
 
-def _decode_token(model, cache: KVCache, token, active, width):
-    """Read one token a row; returns float32 logits [B, V] and the cache with the token in it."""
+def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
+    """Read one token a row; returns float32 logits [B, V] and the cache with the token in it.
+
+    Args:
+        tap: a list that gets every layer's attention output [B, Hq, D], if it is given.
+    """
     position = cache.length
+    config = model.config
+    of_layer = policies(recipe, config)
 
     def attend(index, layer, q, k, v, sinks):
         layer = append(layer, k, v, position[:, None], active[:, None])
-        out, _ = paged_attention(
-            q[:, 0],
+        layer = remember(layer, q, position[:, None], active[:, None])
+        tables = [
+            table[:, :, : None if width is None else -(-width // pool.page_size)]
+            for pool, table in zip(layer.pools, layer.tables, strict=True)
+        ]
+        queries = shifted(of_layer[index], config, layer, q, position)
+        out, _, *mass = paged_attention(
+            [query[:, 0] for query in queries],
             layer.pools,
-            [table[:, :, :width] for table in layer.tables],
-            scale=model.config.scale,
+            tables,
+            scale=config.scale,
             q_pos=position,
-            window=model.config.windows[index],
+            window=config.windows[index],
             sinks=sinks,
+            with_mass=recipe.needs_mass,
         )
+        for given in mass:
+            layer = note_mass(layer, tables, given, active)
+        if tap is not None:
+            tap.append(out)
         return out[:, None].astype(q.dtype), layer
 
     hidden, layers = model(token[:, None], position[:, None], attend, cache.layers)
     length = position + active.astype(jnp.int32)
-    return model.logits(hidden[:, 0]), KVCache(layers, length)
+    return model.logits(hidden[:, 0]), dataclasses.replace(cache, layers=layers, length=length)
 
 
 def _tokens_left(token, left, stop_ids):

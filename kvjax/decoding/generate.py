@@ -1,6 +1,5 @@
 """The loop on the host: dispatches chunks, and reads each while the next one runs."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -10,9 +9,11 @@ import numpy as np
 from kvjax.cache import init_cache, plan
 from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket, padded_prompt
 from kvjax.decoding.batch import Batch
+from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event, Result
+from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.decoding.requests import Options, Prompt, Request, read_prompts
 from kvjax.decoding.sampling import Sampling
@@ -21,8 +22,8 @@ from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
 
-NARROWEST = 16
-"""Pages attended at least; from there the width doubles, so that a long run compiles few chunks."""
+NARROWEST = 1024
+"""Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Result]:
@@ -63,6 +64,7 @@ def stream(
     thinking: bool | None = None,
     repetition_stop: bool = True,
     stop_ids: Sequence[int] | None = None,
+    stop_texts: Sequence[str] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Decode prompts, telling what happens as it happens.
@@ -85,6 +87,7 @@ def stream(
         thinking: switches a template's thinking block on or off; None leaves it to the template.
         repetition_stop: end a row that has fallen into a loop.
         stop_ids: tokens that end a row; those of the model if None.
+        stop_texts: texts that end a row where they begin, in its thinking block as well.
         should_stop: asked after every chunk; True ends every row as ``interrupted``.
 
     Yields:
@@ -113,6 +116,7 @@ def stream(
         thinking=thinking,
         repetition_stop=repetition_stop,
         stop_ids=tuple(default(stop_ids, "stop_ids", ())),
+        stop_texts=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
     )
     requests, errors = read_prompts(lm, prompts, options)
     for row, error in errors.items():
@@ -189,14 +193,17 @@ def _prefill(
     max_new = np.zeros(rows, np.int32)
     for i, request in enumerate(requests):
         lengths[i], max_new[i] = len(request.ids), request.max_new
-    cache = init_cache(planned.geometry)
+    bases = key_bases(lm) if planned.geometry.constant_bytes else None
+    cache = init_cache(planned.geometry, bases)
     logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
     for start in range(0, lengths.max(), PREFILL_CHUNK):
         count = np.clip(lengths - start, 0, PREFILL_CHUNK)
         tokens = np.zeros((rows, bucket(int(count.max()))), np.int32)
         for i, request in enumerate(requests):
             tokens[i, : count[i]] = request.ids[start : start + PREFILL_CHUNK]
-        cache, logits = prefill_chunk(lm.model, cache, logits, tokens, count)
+        cache, logits = prefill_chunk(
+            lm.model, cache, logits, tokens, count, _bits(options.seed), recipe=options.recipe
+        )
     sampling = Sampling.create(
         rows,
         temperature=options.temperature,
@@ -222,29 +229,47 @@ def _decode(
     longest = max(len(request.ids) for request in requests)
     last = longest + max(request.max_new for request in requests) - 1
     # All prompts of a bucket attend to one width at first, so that they share one program.
-    first = padded_prompt(longest) + options.chunk
-    pending = None
+    recipe = options.recipe
+    steps = options.chunk if recipe.keeps_all else recipe.tick
+    first = padded_prompt(longest) + steps
+    pending, done = None, 0
     while batch.running():
         if should_stop():
             yield from batch.end_all("interrupted")
             return
         dispatched = None
         if longest < last:
-            longest += options.chunk
+            if done and not recipe.keeps_all:
+                state = maintain(
+                    state,
+                    batch.compressing(),
+                    _bits(options.seed),
+                    config=lm.config,
+                    recipe=recipe,
+                    select=bool(recipe.every) and done % recipe.every == 0,
+                )
+            longest += steps
+            done += steps
             state, dispatched = decode_chunk(
                 lm.model,
                 state,
                 sampling,
                 batch.halted(),
-                steps=options.chunk,
+                steps=steps,
                 stop_ids=options.stop_ids,
-                width=_width(max(longest, first), options.recipe.page_size),
+                width=_width(max(longest, first)),
+                recipe=recipe,
             )
         if pending is not None:
             yield from batch.take(pending)
         pending = dispatched
 
 
-def _width(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens``, rounded up so that a long run compiles few chunks."""
-    return max(NARROWEST, 1 << (math.ceil(tokens / page_size) - 1).bit_length())
+def _width(tokens: int) -> int:
+    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
+    return max(NARROWEST, 1 << (tokens - 1).bit_length())
+
+
+def _bits(seed: int) -> np.ndarray:
+    """A seed of 32 bits as the selectors take it."""
+    return np.asarray(seed, np.uint32).astype(np.int32)

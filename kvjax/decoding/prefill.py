@@ -1,22 +1,32 @@
 """Reading a prompt: a chunk of tokens attends to the pages before it and to itself."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache, LayerCache, append, reserve
+from kvjax.cache import KVCache, LayerCache, append, reserve_layer
+from kvjax.compress.policy import policies
+from kvjax.compress.settle import Incoming, Rows, leaving, settle
+from kvjax.decoding.observe import prefill_mass, remember, shifted
 from kvjax.models.attention import (
     NEG_INF,
     add_sinks,
     biased_attention,
     causal_mask,
+    lse_with_sinks,
     masked_attention,
     merge,
 )
+from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.layers import linear, rms_norm
+from kvjax.models.rope import rotation
+from kvjax.recipes import Recipe, full
+from pallas_kernels import SCRATCH_PAGE
+from pallas_kernels.read import plain_keys, plain_values
 
 QUERY_BLOCK = 512
 """Queries attended at once inside a chunk: bounds the memory of the scores."""
@@ -24,45 +34,146 @@ HISTORY_BLOCK = 512
 """Slots of the history attended at once."""
 
 
-@functools.partial(jax.jit, donate_argnames=("cache", "logits"))
 def prefill_chunk(
     model: Decoder,
     cache: KVCache,
     logits: Float[Array, "B V"],
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    count: Int[Array | np.ndarray, " B"],
+    seed: Int[Array | np.ndarray, ""] | int = 0,
+    *,
+    recipe: Recipe | None = None,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Read the next ``count`` tokens of every row; the rest of ``tokens`` is padding.
 
-    Call it again for a longer prompt: a chunk attends to all that its row has read before.
+    Call it again for a longer prompt: a chunk attends to all that its row has kept before. What is
+    not worth its slot is never stored: a chunk is selected from before it is written.
+
+    Layers that are alike run the same compiled program, one after the other; under a caller's own
+    ``jit`` all are one.
 
     Args:
         model: the decoder.
-        cache: what the rows hold so far; donated.
+        cache: what the rows hold so far; its layers are donated.
         logits: logits after each row's last token so far (anything at the start); donated.
         tokens: right-padded token ids.
         count: how many of them belong to each row; 0 leaves a row as it is.
+        seed: of selectors that draw.
+        recipe: how the cache is kept; ``kvjax.recipes.full()`` if None.
 
     Returns:
         The cache with the tokens in it, and the float32 logits after each row's last token.
     """
-    length = cache.length
-    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    positions = length[:, None] + offset
-    keep = offset < count[:, None]
-    cache = reserve(cache, length + count)
+    recipe, config = recipe or full(), model.config
+    of_layer = policies(recipe, config)
+    x, angles, rows = _begin(
+        model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
+    )
+    layers, crowded = [], cache.crowded
+    for index, (module, layer) in enumerate(zip(model.layers, cache.layers, strict=True)):
+        x, layer, crowded = _read(
+            module,
+            layer,
+            x,
+            angles,
+            rows,
+            crowded,
+            np.int32(index),
+            config=config,
+            recipe=recipe,
+            policy=of_layer[index],
+            window=config.windows[index],
+        )
+        layers.append(layer)
+    logits = _finish(model.norm, _head(model), logits, x, count, eps=config.rms_norm_eps)
+    cache = KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
+    return cache, logits
 
-    def attend(index, layer, q, k, v, sinks):
-        spec = model.config.scale, model.config.windows[index]
-        out, lse = _attend_history(q, positions, layer, length, *spec)
-        local = _attend_local(q, k, v, positions, *spec)
-        out, lse = merge(out, lse, *local)
-        return add_sinks(out, lse, sinks).astype(q.dtype), append(layer, k, v, positions, keep)
 
-    hidden, layers = model(tokens, positions, attend, cache.layers)
-    last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-    logits = jnp.where((count > 0)[:, None], model.logits(last), logits)
-    return dataclasses.replace(cache, layers=layers, length=length + count), logits
+@functools.partial(jax.jit, static_argnames=("config", "recipe"))
+def _begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, recipe: Recipe):
+    """Embeddings, rotary angles and where each row stands."""
+    positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    after = length + count
+    below = stored
+    if not recipe.keeps_all:
+        below = leaving(recipe, policies(recipe, config), stored, after)
+    rows = Rows(
+        before=length,
+        length=after,
+        prompt=after,
+        stored=stored,
+        leaving=below,
+        select=count > 0,
+        seed=jnp.asarray(seed, jnp.int32),
+    )
+    return embed[...][tokens], rotation(positions, config.rope, config.head_dim), rows
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "recipe", "policy", "window"),
+    donate_argnames=("layer", "x", "crowded"),
+)
+def _read(
+    module,
+    layer: LayerCache,
+    x,
+    angles,
+    rows: Rows,
+    crowded,
+    index,
+    *,
+    config,
+    recipe,
+    policy,
+    window,
+):
+    """One layer: attend, and settle what was read."""
+    offset = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    positions = rows.before[:, None] + offset
+    real = positions < rows.length[:, None]
+
+    def attend(q, k, v, sinks):
+        out, lse = _attend_local(q, k, v, positions, config.scale, window)
+        queries = shifted(policy, config, layer, q, rows.before)
+        for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
+            history = _attend_pages(query, positions, pool, table, config.scale, window)
+            out, lse = merge(out, lse, *history)
+        result = add_sinks(out, lse, sinks).astype(q.dtype)
+        if recipe.keeps_all:
+            kept = reserve_layer(layer, rows.length)
+            return result, (append(kept, k, v, positions, _last(kept, positions, rows)), crowded)
+        kept, mass = layer, None
+        if recipe.needs_mass:
+            norm = lse_with_sinks(lse, sinks)
+            kept, mass = prefill_mass(layer, q, k, positions, real, norm, config.scale, window)
+        kept = remember(kept, q, positions, real)
+        new = Incoming(k, v, mass)
+        kept, lost = settle(kept, index, recipe, policy, config.scale, window, rows, new)
+        return result, (kept, crowded + lost)
+
+    x, (layer, crowded) = module(x, angles, attend)
+    return x, layer, crowded
+
+
+@functools.partial(jax.jit, static_argnames=("eps",), donate_argnames=("logits",))
+def _finish(norm, head, logits, x, count, *, eps: float):
+    """Logits after each row's last token."""
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+    new = linear(rms_norm(last, norm[...], eps), head[...], dtype=jnp.float32)
+    return jnp.where((count > 0)[:, None], new, logits)
+
+
+def _head(model: Decoder):
+    return model.embed if model.lm_head is None else model.lm_head
+
+
+def _last(layer: LayerCache, positions: Int[Array, "B T"], rows: Rows):
+    """The tokens that the first class can hold: all, but for a sliding window's last ones."""
+    capacity = layer.tables[0].shape[2] * layer.pools[0].page_size
+    keep = positions < rows.length[:, None]
+    return keep & (positions >= (rows.length - capacity)[:, None])
 
 
 def _attend_local(q, k, v, positions, scale, window):
@@ -79,17 +190,17 @@ def _attend_local(q, k, v, positions, scale, window):
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 
 
-def _attend_history(q, positions, layer: LayerCache, length, scale, window):
-    """Attention to the pages, block after block; as many as the longest row has filled."""
-    (pool,), (table,) = layer.pools, layer.tables
+def _attend_pages(q, positions, pool, table, scale, window):
+    """Attention to the pages of a class, block after block; as many as the fullest head owns."""
     rows, kv_heads, width = table.shape
-    step = max(1, HISTORY_BLOCK // pool.page_size)
+    step = min(width, max(1, HISTORY_BLOCK // pool.page_size))
+    owned = (table != SCRATCH_PAGE).sum(-1, dtype=jnp.int32).max()
     table = jnp.pad(table, ((0, 0), (0, 0), (0, -width % step)))  # with the scratch page
 
     def block(i, carry):
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, 2)
-        k = pool.k[pages].reshape(rows, kv_heads, -1, q.shape[-1])
-        v = pool.v[pages].swapaxes(-1, -2).reshape(k.shape)
+        k = plain_keys(pool, pages, q.dtype).reshape(rows, kv_heads, -1, q.shape[-1])
+        v = plain_values(pool, pages, q.dtype).reshape(k.shape)
         bias = pool.bias[pages].reshape(rows, kv_heads, -1)
         pos = pool.pos[pages].reshape(rows, kv_heads, -1)
         bias = bias[:, :, None]
@@ -99,5 +210,4 @@ def _attend_history(q, positions, layer: LayerCache, length, scale, window):
         return merge(*carry, *biased_attention(q, k, v, bias, scale))
 
     empty = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG_INF, jnp.float32)
-    filled = -(-length.max() // (step * pool.page_size))
-    return jax.lax.fori_loop(0, filled, block, empty)
+    return jax.lax.fori_loop(0, -(-owned // step), block, empty)

@@ -35,6 +35,7 @@ class Options:
     thinking: bool | None
     repetition_stop: bool
     stop_ids: tuple[int, ...]
+    stop_texts: tuple[str, ...] = ()
 
     def __post_init__(self):
         limits = {
@@ -61,6 +62,8 @@ class Options:
                 raise UsageError(f"{name} must be {wanted}, got {value}")
         if not all(isinstance(token, numbers.Integral) for token in self.stop_ids):
             raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
+        if not all(isinstance(text, str) and text for text in self.stop_texts):
+            raise UsageError(f"stop_texts must be texts that are not empty, got {self.stop_texts!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,8 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
         UsageError: an empty prompt, ids out of the vocabulary, messages without a chat template.
         CapacityError: a prompt that leaves no room in the model's context.
     """
+    if options.stop_texts and lm.tokenizer is None:
+        raise UsageError("stop_texts need a tokenizer, and the model has none: pass stop_ids")
     ids = tuple(map(int, _tokenise(lm, prompt, options)))
     if not ids:
         raise UsageError("the prompt is empty: give it at least one token")

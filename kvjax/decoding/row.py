@@ -16,7 +16,7 @@ class Row:
 
     Attributes:
         tokens: every token chosen, a stop token included.
-        pieces: the text so far, in whole characters.
+        pieces: the text so far, in whole characters; it ends before a stop text.
         finish: why the row ended, None while it runs.
         error: what went wrong, where ``finish`` is ``error``.
         think_tokens: tokens of the thinking block, its marks included.
@@ -34,6 +34,13 @@ class Row:
         self._stop_ids = options.stop_ids
         self._watch = LoopWatch() if options.repetition_stop else None
         self._detokenizer = lm.tokenizer.detokenizer() if lm.tokenizer else None
+        self._stop_texts = options.stop_texts
+        self._unsent = ""  # text that may be the beginning of a stop text, and what just came
+
+    @property
+    def phase(self) -> str:
+        """ "think" while a thinking block is open, else "answer"."""
+        return "think" if self._thinking else "answer"
 
     def push(self, tokens: Iterable[int]) -> tuple[str, tuple[int, ...]]:
         """Take tokens until the row ends; returns what they added: text and tokens."""
@@ -43,14 +50,17 @@ class Row:
                 break
             self.tokens.append(token)
             self.finish = self._reason(token)
-        new = self.tokens[start:]
-        text = self._detokenise(new[:-1] if self.finish == "stop" and new else new)
-        return text, tuple(new)
+            if token not in self._stop_ids:
+                self._detokenise(token)
+        if self.finish:
+            self._flush()
+        return self._send(), tuple(self.tokens[start:])
 
     def end(self, reason: FinishReason, error: str | None = None) -> str:
         """End the row for a reason from outside; returns the text that was held back."""
+        self._flush()
         self.finish, self.error = reason, error
-        return self._flush()
+        return self._send()
 
     def _reason(self, token: int) -> FinishReason | None:
         if token in self._stop_ids:
@@ -72,16 +82,10 @@ class Row:
         reasoning, _, answer = text.partition(THINK_CLOSE)
         return answer.lstrip(), reasoning.strip().removeprefix(THINK_OPEN).strip()
 
-    def _detokenise(self, tokens: list[int]) -> str:
-        if self._detokenizer is None:
-            return ""
-        start = len(self.pieces)
-        for token in tokens:
-            self.pieces.append(self._detokenizer.push([token]))
+    def _detokenise(self, token: int) -> None:
+        if self._detokenizer is not None:
+            self._add(self._detokenizer.push([token]))
             self._count_thought()
-        if self.finish:
-            self._flush()
-        return "".join(self.pieces[start:])
 
     def _count_thought(self) -> None:
         """Count the token just taken if it belongs to a thinking block."""
@@ -95,8 +99,53 @@ class Row:
             self.think_tokens = len(self.pieces) - self._thought_from
             self._thinking = THINK_CLOSE not in "".join(self.pieces[-len(THINK_CLOSE) :])
 
-    def _flush(self) -> str:
-        if self._detokenizer is None:
-            return ""
-        self.pieces.append(self._detokenizer.flush())
-        return self.pieces[-1]
+    def _flush(self) -> None:
+        if self._detokenizer is not None:
+            self._add(self._detokenizer.flush())
+
+    def _add(self, piece: str) -> None:
+        """Append to the text, and end the row where a stop text is now complete."""
+        self.pieces.append(piece)
+        self._unsent += piece
+        # A stop text that is complete now began in what is unsent: else it would have been held.
+        ends = [(self._unsent.find(text) + len(text), text) for text in self._stop_texts]
+        found = [(end, -len(text)) for end, text in ends if end >= len(text)]
+        if not found:
+            return
+        end, length = min(found)
+        surplus = len(self._unsent) - (end + length)
+        self._unsent = self._unsent[: end + length]
+        for i in reversed(range(len(self.pieces))):
+            self.pieces[i], surplus = _shortened(self.pieces[i], surplus)
+            if not surplus:
+                break
+        self.finish = "stop"
+        self._stop_texts = ()
+        if self._detokenizer is not None:
+            self._detokenizer.flush()  # what is behind the stop text is no text of this row
+
+    def _send(self) -> str:
+        """The text that has not been sent and can no longer become a stop text."""
+        held = 0 if self.finish else _beginning(self._unsent, self._stop_texts)
+        at = len(self._unsent) - held
+        text, self._unsent = self._unsent[:at], self._unsent[at:]
+        return text
+
+
+def _beginning(text: str, stops: tuple[str, ...]) -> int:
+    """Characters at the end of a text that begin one of the stops, at most."""
+    longest = max(map(len, stops), default=1) - 1
+    return next(
+        (
+            count
+            for count in range(min(longest, len(text)), 0, -1)
+            if any(stop.startswith(text[-count:]) for stop in stops if len(stop) > count)
+        ),
+        0,
+    )
+
+
+def _shortened(text: str, surplus: int) -> tuple[str, int]:
+    """The text without so many of its last characters, and how many there are left to take."""
+    kept = text[: max(0, len(text) - surplus)]
+    return kept, surplus - (len(text) - len(kept))

@@ -89,3 +89,12 @@ def add_sinks(
     if sinks is None:
         return out
     return out * jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, None])[..., None]
+
+
+def lse_with_sinks(
+    lse: Float[Array, "B T Hq"], sinks: Float[Array, " Hq"] | None
+) -> Float[Array, "B T Hq"]:
+    """The log-sum-exp of a softmax in which each head's learned sink takes part."""
+    if sinks is None:
+        return lse
+    return jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])

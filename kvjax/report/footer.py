@@ -60,11 +60,13 @@ def _times(last: dict[str, Any], first_token_s: float | None, compile_s: float) 
 
 def _kv(decoded: Sequence[dict[str, Any]]) -> str:
     blocks = [record["kv"] for record in decoded]
-    live = sum(block["live_tokens"]["max"] for block in blocks)
+    live = sum(block["live_tokens"]["end"] for block in blocks)
     logical = sum(block["logical_tokens"] for block in blocks)
     held = sum(block["bytes"]["total_live"] for block in blocks)
     full = sum(block["bytes"]["full_bf16"] for block in blocks)
+    evictions = sum(block["evictions"] for block in blocks)
+    evicted = f" · {evictions:,} evictions in all layers and heads" if evictions else ""
     return (
         f"cache {blocks[0]['method']}: live {live:,.0f} of {logical:,} tokens · {size(held)} · "
-        f"{held / full:.3f} of a bare bf16 cache"
+        f"{held / full:.3f} of a bare bf16 cache{evicted}"
     )

@@ -7,13 +7,16 @@ from typing import Any
 from kvjax.decoding.events import Result
 
 
-def record(name: str | int, result: Result, load_s: float) -> dict[str, Any]:
+def record(
+    name: str | int, result: Result, load_s: float, *, fit: str | None = None
+) -> dict[str, Any]:
     """What is kept of an answer: the result, its report, and what only the command knows.
 
     Args:
         name: the prompt's id.
         result: the answer.
         load_s: seconds that loading the model took.
+        fit: the memory that the recipe was chosen for, if it was.
     """
     if result.error and not result.report:
         return failed(name, result.error)
@@ -32,6 +35,8 @@ def record(name: str | int, result: Result, load_s: float) -> dict[str, Any]:
         **result.report["run"],
         "config_sha": hashlib.sha256(settings.encode()).hexdigest()[:16],
     }
+    if fit is not None:
+        answer["run"]["fit"] = fit
     return answer | ({"error": result.error} if result.error else {})
 
 

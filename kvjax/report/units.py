@@ -1,6 +1,29 @@
 """Numbers as people read them."""
 
+import re
 from collections.abc import Sequence
+
+from kvjax.errors import UsageError
+
+_UNITS = {"": 1, "B": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for ending, base in (("", 1024), ("IB", 1024), ("B", 1000))
+}
+
+
+def read_size(text: str, name: str) -> int:
+    """Bytes of a size as people write it: 64MiB, 1.5G (both by 1,024), 2GB (by 1,000) or a number.
+
+    Raises:
+        UsageError: it is none; ``name`` is what it was given as.
+    """
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = _UNITS.get(parts[2].upper()) if parts else None
+    count = int(float(parts[1]) * unit) if unit else 0
+    if count < 1:
+        raise UsageError(f"{name} must be a size like 64MiB or 2GiB, or bytes, got {text!r}")
+    return count
 
 
 def size(count: float) -> str:

@@ -1,13 +1,13 @@
 """The public op: what goes in is checked here, then a backend computes it."""
 
-import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.layout import KVPages
 from pallas_kernels.paged_attention.triton import paged_attention_triton, unsupported
 from pallas_kernels.paged_attention.xla import paged_attention_xla
@@ -16,7 +16,7 @@ Implementation = Literal["triton", "xla"]
 
 
 def paged_attention(
-    q: Float[Array, "B Hq D"],
+    q: Float[Array, "B Hq D"] | Sequence[Float[Array, "B Hq D"]],
     pools: Sequence[KVPages],
     tables: Sequence[Int[Array, "B Hkv _"]],
     *,
@@ -24,57 +24,68 @@ def paged_attention(
     q_pos: Int[Array, " B"] | None = None,
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
+    with_mass: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
+) -> tuple[Any, ...]:
     """Softmax attention of one query a row over the live slots of its pages, in one softmax.
 
     Query head ``h`` reads KV head ``h // (Hq // Hkv)``. A slot's logit is ``q . k * scale + bias``.
 
     Args:
-        q: queries with their rotary position applied.
+        q: queries with their rotary position applied, as the model made them; or one for each pool,
+            where the pools see the query at different positions.
         pools: one pool for each codec class.
         tables: for each pool, the pages of every row and KV head, padded with ``SCRATCH_PAGE``.
         scale: multiplies ``q . k``.
         q_pos: logical position of each row's query; needed with ``window`` alone.
         window: if given, only slots with ``q_pos - pos < window`` are seen.
         sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
+        with_mass: also return the attention that every slot received.
         implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
             the kernel on NVIDIA GPUs where it can run, and XLA otherwise.
 
     Returns:
         The float32 output, zero for a row without live slots, and the float32 log-sum-exp of its
-        logits, sink included (``-inf`` where there is nothing).
+        logits, sink included (``-inf`` where there is nothing). With ``with_mass`` also, for each
+        pool, the weight of every slot that its table names, float32 [B, Hkv, pages * page], summed
+        over the query heads of its group.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
         NotImplementedError: the named backend cannot run this.
     """
-    _check(q, pools, tables, q_pos, window, sinks)
-    pools, tables = tuple(pools), tuple(tables)
-    triton, xla = (
-        functools.partial(backend, scale=scale, window=window)
-        for backend in (paged_attention_triton, paged_attention_xla)
-    )
-    arrays = {"q_pos": q_pos, "sinks": sinks}
+    queries = tuple([q] * len(pools) if isinstance(q, jax.Array) else q)
+    _check(queries, pools, tables, q_pos, window, sinks)
+    arguments = queries, tuple(pools), tuple(tables), {"q_pos": q_pos, "sinks": sinks}
+
+    def backend(function):
+        def call(queries, pools, tables, arrays):
+            found = function(queries, pools, tables, scale=scale, window=window, **arrays)
+            return found if with_mass else found[:2]
+
+        return call
+
+    triton, xla = backend(paged_attention_triton), backend(paged_attention_xla)
     if implementation == "triton":
-        return triton(q, pools, tables, **arrays)
+        if with_mass:
+            raise NotImplementedError("triton paged_attention: with_mass")
+        return triton(*arguments)
     if implementation not in (None, "xla"):
         raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
-    if implementation == "xla" or unsupported(q, pools, tables):
-        return xla(q, pools, tables, **arrays)
-
-    def call(backend):
-        return lambda q, pools, tables, arrays: backend(q, pools, tables, **arrays)
-
-    return jax.lax.platform_dependent(
-        q, pools, tables, arrays, cuda=call(triton), default=call(xla)
-    )
+    if implementation == "xla" or with_mass or unsupported(*arguments[:3]):
+        return xla(*arguments)
+    return jax.lax.platform_dependent(*arguments, cuda=triton, default=xla)
 
 
-def _check(q, pools, tables, q_pos, window, sinks) -> None:
-    rows, heads, dim = q.shape
-    if not pools or len(pools) != len(tables):
-        raise ValueError(f"need one table a pool, got {len(pools)} pools, {len(tables)} tables")
+def _check(queries, pools, tables, q_pos, window, sinks) -> None:
+    if not pools or not len(pools) == len(tables) == len(queries):
+        raise ValueError(
+            f"need one table (and one query, if several) a pool, got {len(pools)} pools, "
+            f"{len(tables)} tables, {len(queries)} queries"
+        )
+    rows, heads, dim = queries[0].shape
+    if any(q.shape != queries[0].shape or q.dtype != queries[0].dtype for q in queries):
+        raise ValueError(f"queries must agree, got {[(q.shape, q.dtype) for q in queries]}")
     kv_heads = tables[0].shape[1]
     if heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of KV heads, got {heads=} {kv_heads=}")
@@ -84,11 +95,12 @@ def _check(q, pools, tables, q_pos, window, sinks) -> None:
                 f"a table must be integer (rows, KV heads, pages) = ({rows}, {kv_heads}, ..), "
                 f"got {table.dtype} {table.shape}"
             )
-        count, page, width = pages.k.shape
-        if width != dim or pages.v.shape != (count, dim, page):
+        count, page = pages.k.shape[:2]
+        k, v = ((dim // PER_BYTE.get(fmt, 1)) for fmt in (pages.k_format, pages.v_format))
+        if pages.k.shape[2] != k or pages.v.shape != (count, v, page):
             raise ValueError(
-                f"pages must be k (pages, page, {dim}) and v (pages, {dim}, page), "
-                f"got {pages.k.shape} and {pages.v.shape}"
+                f"pages must be k (pages, page, {k}) and v (pages, {v}, page) for {dim=} "
+                f"{pages.k_format=} {pages.v_format=}, got {pages.k.shape} and {pages.v.shape}"
             )
     if window is not None and q_pos is None:
         raise ValueError(f"{window=} needs `q_pos`, the logical position of each row's query")

@@ -20,8 +20,11 @@ PROGRAMS = 512
 """Programs to aim at: a few for each multiprocessor, also where the batch is small."""
 
 
-def unsupported(q: Array, pools: tuple[KVPages, ...], tables: tuple[Array, ...]) -> str | None:
+def unsupported(
+    queries: tuple[Array, ...], pools: tuple[KVPages, ...], tables: tuple[Array, ...]
+) -> str | None:
     """Why the kernel cannot run on these shapes, None where it can."""
+    q = queries[0]
     dim = q.shape[-1]
     group = q.shape[1] // tables[0].shape[1]
     if dim & (dim - 1) or dim < 16:
@@ -29,6 +32,8 @@ def unsupported(q: Array, pools: tuple[KVPages, ...], tables: tuple[Array, ...])
     if group > 16:
         return f"at most 16 query heads may share a KV head, got {group}"
     for pages in pools:
+        if not pages.plain:
+            return f"keys and values must be plain numbers, got {pages.k_format}, {pages.v_format}"
         if pages.page_size & (pages.page_size - 1) or pages.page_size < 16:
             return f"the page size must be a power of two and at least 16, got {pages.page_size}"
         if pages.k.dtype != q.dtype:
@@ -39,7 +44,7 @@ def unsupported(q: Array, pools: tuple[KVPages, ...], tables: tuple[Array, ...])
 
 
 def paged_attention_triton(
-    q: Float[Array, "B Hq D"],
+    queries: tuple[Float[Array, "B Hq D"], ...],
     pools: tuple[KVPages, ...],
     tables: tuple[Int[Array, "B Hkv _"], ...],
     *,
@@ -54,22 +59,27 @@ def paged_attention_triton(
     Raises:
         NotImplementedError: the shapes are not for this kernel.
     """
-    reason = unsupported(q, pools, tables)
+    reason = unsupported(queries, pools, tables)
     if reason:
         raise NotImplementedError(f"triton paged_attention: {reason}")
     rows, heads = tables[0].shape[:2]
-    group = q.shape[1] // heads
-    narrow = max(8, pl.next_power_of_2(group))
-    columns = q.reshape(rows, heads, group, -1).swapaxes(2, 3)
-    columns = jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, narrow - group)))
+    group = queries[0].shape[1] // heads
     q_pos = jnp.zeros(rows, jnp.int32) if q_pos is None else q_pos
     shares = [
-        _shares(columns, q_pos, pages, table, scale, window, interpret)
-        for pages, table in zip(pools, tables, strict=True)
+        _shares(_columns(q, heads), q_pos, pages, table, scale, window, interpret)
+        for q, pages, table in zip(queries, pools, tables, strict=True)
     ]
     parts = (jnp.concatenate(part, 2)[..., :group] for part in zip(*shares, strict=True))
     out, lse = _combine(*parts, sinks)
-    return out.swapaxes(2, 3).reshape(q.shape), lse.reshape(q.shape[:2])
+    return out.swapaxes(2, 3).reshape(queries[0].shape), lse.reshape(queries[0].shape[:2])
+
+
+def _columns(q: Float[Array, "B Hq D"], heads: int) -> Float[Array, "B Hkv D G"]:
+    """The queries of each KV head side by side, padded to what a product takes."""
+    grouped = q.reshape(q.shape[0], heads, -1, q.shape[2]).swapaxes(2, 3)
+    group = grouped.shape[3]
+    narrow = max(8, pl.next_power_of_2(group))
+    return jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, narrow - group)))
 
 
 def _shares(columns, q_pos, pages: KVPages, table, scale, window, interpret):

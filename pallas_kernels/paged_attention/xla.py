@@ -6,12 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.layout import KVPages
+from pallas_kernels.read import coded_keys, coded_queries, coded_values, plain_output
 
 NEG_INF = -1e30  # finite, so that a row with no live slot gives zeros and never NaN
 
 
 def paged_attention_xla(
-    q: Float[Array, "B Hq D"],
+    queries: tuple[Float[Array, "B Hq D"], ...],
     pools: tuple[KVPages, ...],
     tables: tuple[Int[Array, "B Hkv _"], ...],
     *,
@@ -19,15 +20,18 @@ def paged_attention_xla(
     q_pos: Int[Array, " B"] | None,
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
-) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
+) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"], tuple[Float[Array, "B Hkv _"], ...]]:
     """See ``pallas_kernels.paged_attention``. Free slots of a named page must be finite."""
     rows, heads = tables[0].shape[:2]
-    grouped = q.reshape(rows, heads, -1, q.shape[2])
+    grouped = (rows, heads, -1, queries[0].shape[2])
 
     logits, live = [], []
-    for pages, table in zip(pools, tables, strict=True):
-        k = pages.k[table].reshape(rows, heads, -1, q.shape[2])
-        dots = einsum_float32("bhgd,bhsd->bhgs", grouped, k)
+    for q, pages, table in zip(queries, pools, tables, strict=True):
+        q, offset = coded_queries(pages, q)
+        k = coded_keys(pages, table, q.dtype).reshape(rows, heads, -1, q.shape[2])
+        dots = einsum_float32("bhgd,bhsd->bhgs", q.reshape(grouped), k)
+        if offset is not None:
+            dots += offset.reshape(rows, heads, -1, 1)
         bias = pages.bias[table]
         if window is not None:
             near = q_pos[:, None, None, None] - pages.pos[table] < window
@@ -37,12 +41,14 @@ def paged_attention_xla(
         logits.append(jnp.where(live[-1], dots * scale + bias, NEG_INF))
     weights, lse = _softmax(logits, live, sinks)
 
-    out = jnp.zeros(grouped.shape, jnp.float32)
+    out = jnp.zeros(queries[0].reshape(grouped).shape, jnp.float32)
     for pages, table, part in zip(pools, tables, weights, strict=True):
-        part = part.astype(pages.v.dtype).reshape(*part.shape[:3], table.shape[2], -1)
+        v = coded_values(pages, table, queries[0].dtype)
+        part = part.astype(v.dtype).reshape(*part.shape[:3], table.shape[2], -1)
         # Page by page and then summed: one product over all slots would first move every value.
-        out += einsum_float32("bhgpt,bhpdt->bhpgd", part, pages.v[table]).sum(2)
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+        out += plain_output(pages, einsum_float32("bhgpt,bhpdt->bhpgd", part, v).sum(2))
+    mass = tuple(part.sum(2) for part in weights)
+    return out.reshape(queries[0].shape), lse.reshape(queries[0].shape[:2]), mass
 
 
 def _softmax(logits: list[Array], live: list[Array], sinks: Float[Array, " Hq"] | None):

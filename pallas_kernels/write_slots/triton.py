@@ -1,5 +1,7 @@
 """``write_slots`` as one Pallas-Triton launch: a program a token and KV head."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -22,12 +24,14 @@ def write_slots_triton(
     """See ``pallas_kernels.write_slots``.
 
     Raises:
-        NotImplementedError: a head size that is no power of two, or a pool whose offsets would
-            overflow the kernel's 32-bit index arithmetic.
+        NotImplementedError: a head size that is no power of two, a pool of codes or with attention
+            mass, or one whose offsets would overflow the kernel's 32-bit index arithmetic.
     """
     dim = k.shape[-1]
     if dim & (dim - 1):
         raise NotImplementedError(f"triton needs a head_dim that is a power of two, got {dim}")
+    if pool.k_format != "float" or pool.v_format != "float" or pool.mass is not None:
+        raise NotImplementedError("triton write_slots: a pool of codes, or with attention mass")
     if 2**31 <= pool.k.nbytes <= 2**32:
         raise NotImplementedError(
             f"triton cannot address pools of 2 to 4 GiB, got {pool.k.nbytes} bytes"
@@ -45,7 +49,7 @@ def write_slots_triton(
         interpret=interpret,
         name="write_slots",
     )(pages, slots, k, v, pos, *arrays)
-    return KVPages(*stored)
+    return dataclasses.replace(pool, **dict(zip(("k", "v", "bias", "pos"), stored, strict=True)))
 
 
 def _store(pages, slots, k, v, pos, *pools):

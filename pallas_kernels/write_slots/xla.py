@@ -1,27 +1,49 @@
-"""``write_slots`` as four XLA scatters, on any device; also the op's contract."""
+"""``write_slots`` as XLA scatters, on any device; also the op's contract."""
+
+import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+
+_STORE = {"mode": "promise_in_bounds"}
 
 
 def write_slots_xla(
     pool: KVPages,
     pages: Int[Array, "B Hkv T"],
     slots: Int[Array, "B Hkv T"],
-    k: Float[Array, "B Hkv T D"],
-    v: Float[Array, "B Hkv T D"],
+    k: Shaped[Array, "B Hkv T W"],
+    v: Shaped[Array, "B Hkv T Wv"],
     pos: Int[Array, "B T"],
+    mass: Float[Array, "B Hkv T"] | None = None,
+    **shared: Float[Array, "B Hkv _ _"] | None,
 ) -> KVPages:
     """See ``pallas_kernels.write_slots``."""
     kept = pages != SCRATCH_PAGE
+    stored = {
+        "k": _store_rows(pool.k, pages, slots, k),
+        "v": _store_columns(pool.v, pages, slots, v),
+        "bias": pool.bias.at[pages, slots].set(jnp.where(kept, 0.0, -jnp.inf), **_STORE),
+        "pos": pool.pos.at[pages, slots].set(jnp.where(kept, pos[:, None], -1), **_STORE),
+    }
+    if pool.mass is not None:
+        stored["mass"] = pool.mass.at[pages, slots].set(0.0 if mass is None else mass, **_STORE)
+    for name, new in shared.items():
+        if new is not None:
+            store = _store_rows if name.startswith("k") else _store_columns
+            tokens = pages.shape[2] // new.shape[2]  # that share an entry, in neighbouring slots
+            where = pages[:, :, ::tokens], slots[:, :, ::tokens] // tokens
+            stored[name] = store(getattr(pool, name), *where, new)
+    return dataclasses.replace(pool, **stored)
+
+
+def _store_rows(array, pages, slots, new) -> Array:
+    return array.at[pages, slots].set(new, **_STORE)
+
+
+def _store_columns(array, pages, slots, new) -> Array:
     # Every index spelled out: XLA then scatters into the transposed values without moving them.
-    column = (pages[..., None], jnp.arange(v.shape[-1])[None, None, None], slots[..., None])
-    store = {"mode": "promise_in_bounds"}
-    return KVPages(
-        k=pool.k.at[pages, slots].set(k, **store),
-        v=pool.v.at[column].set(v, **store),
-        bias=pool.bias.at[pages, slots].set(jnp.where(kept, 0.0, -jnp.inf), **store),
-        pos=pool.pos.at[pages, slots].set(jnp.where(kept, pos[:, None], -1), **store),
-    )
+    channels = jnp.arange(new.shape[-1])[None, None, None]
+    return array.at[pages[..., None], channels, slots[..., None]].set(new, **_STORE)

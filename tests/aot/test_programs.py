@@ -99,7 +99,7 @@ def test_decode_chunk(h200, case):
 
 
 def test_decode_chunk_of_the_first_pages(h200, case):
-    program = h200.compile(decode_chunk, *case.chunk_arguments(), **DECODE, width=16)
+    program = h200.compile(decode_chunk, *case.chunk_arguments(), **DECODE, width=1024)
     assert memory_problems(program, case.sizes) == {}
     assert loop_problems(program, case.sizes, LAYERS) == {}
 

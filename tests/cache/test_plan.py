@@ -62,17 +62,19 @@ def test_the_pages_hold_what_a_row_can_get_to_and_no_page_more(prompt, new, page
         parameter_bytes=0,
     )
     longest = min(prompt + new, CONFIG.context_length)
-    slots = planned.geometry.pages_per_head * page
+    [shape] = set(planned.geometry.layers).pop().classes
     assert longest <= planned.tokens <= CONFIG.context_length
-    assert planned.tokens <= slots < planned.tokens + page
-    assert planned.geometry.pages == 1 + 2 * CONFIG.num_kv_heads * planned.geometry.pages_per_head
+    assert planned.tokens <= shape.capacity < planned.tokens + page
+    assert planned.geometry.pages(shape) == 1 + 2 * CONFIG.num_kv_heads * shape.pages_per_head
 
 
 def test_the_geometry_is_the_models():
     shape = sized(dtype="bfloat16").geometry
-    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (4, 2, 16)
-    assert (shape.rows, shape.page_size, shape.dtype) == (3, 64, jnp.bfloat16)
-    assert shape.pages_per_head == -(-(128 + 50) // 64)
+    assert (len(shape.layers), shape.num_kv_heads, shape.head_dim) == (4, 2, 16)
+    assert (shape.rows, shape.dtype) == (3, jnp.bfloat16)
+    for layer in shape.layers:
+        [part] = layer.classes
+        assert (part.page_size, part.pages_per_head) == (64, -(-(128 + 50) // 64))
 
 
 @pytest.mark.parametrize("spare", [0, 1, 12_345, 10**6])
@@ -125,10 +127,13 @@ def test_the_lines_of_a_plan():
     shape = planned.geometry
     assert lines["method"] == "full"
     assert (lines["rows"], lines["tokens a row"]) == ("2", "178")
-    assert lines["page"] == f"64 slots of {2 * 16 * 4 + 8} bytes"
-    assert lines["pages a layer"].startswith(f"{1 + 2 * 2 * 3} ")
+    assert lines["4 layers, bf16"] == (
+        f"3 pages a KV head of 64 slots of {2 * 16 * 4 + 8} bytes, {1 + 2 * 2 * 3} pages in the pool"
+    )
     # float32 and its metadata against two bytes a number.
-    assert lines["bytes a token"] == f"{shape.token_bytes:,} ({136 / 64:.3f} of a bare bf16 cache)"
+    held = shape.nbytes / 2 / 178
+    ratio = held / shape.full_token_bytes
+    assert lines["bytes a token"] == f"{held:,.0f} ({ratio:.3f} of a bare bf16 cache)"
     assert lines["largest batch"] == str(planned.largest_batch())
     assert re.fullmatch(r"16\.00 GiB", lines["memory"])
     assert "memory" not in dict(sized().rows())
@@ -139,7 +144,7 @@ def test_the_yardstick_is_a_bare_bfloat16_cache():
 
 
 def test_recipes():
-    assert recipes.full() == recipes.Recipe("full", 64)
+    assert recipes.full() == recipes.Recipe("full", 64, codec=None)
     assert hash(recipes.full(16)) == hash(recipes.full(16)) != hash(recipes.full(32))
     for size in (0, -64, 3, 48):
         with pytest.raises(UsageError, match=f"power of two, got {size}"):

@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import Geometry, KVCache, append, init_cache, reserve, usage
+from kvjax.cache import ClassGeometry, Geometry, KVCache, append, init_cache, reserve, usage
 from pallas_kernels import SCRATCH_PAGE, paged_attention
 
+
+def only(geometry: Geometry) -> ClassGeometry:
+    """The one class of all layers."""
+    [shape] = {part for layer in geometry.layers for part in layer.classes}
+    return shape
+
+
 GEOMETRIES = [
-    Geometry(
+    Geometry.full(
         num_layers=2,
         rows=4,
         num_kv_heads=2,
@@ -21,7 +28,7 @@ GEOMETRIES = [
         pages_per_head=9,
         dtype=jnp.dtype("float32"),
     ),
-    Geometry(
+    Geometry.full(
         num_layers=1,
         rows=3,
         num_kv_heads=3,
@@ -30,7 +37,7 @@ GEOMETRIES = [
         pages_per_head=3,
         dtype=jnp.dtype("bfloat16"),
     ),
-    Geometry(
+    Geometry.full(
         num_layers=1,
         rows=1,
         num_kv_heads=1,
@@ -53,7 +60,7 @@ def step(cache: KVCache, k, v, count, ahead) -> KVCache:
         append(layer, k[i], v[i], positions, offset < count[:, None])
         for i, layer in enumerate(cache.layers)
     )
-    return KVCache(layers, cache.length + count)
+    return dataclasses.replace(cache, layers=layers, length=cache.length + count)
 
 
 class Model:
@@ -61,10 +68,10 @@ class Model:
 
     def __init__(self, geometry: Geometry, seed: int):
         self.geometry, self.rng = geometry, np.random.default_rng(seed)
-        self.capacity = geometry.page_size * geometry.pages_per_head
+        self.capacity = only(geometry).capacity
         self.length = np.zeros(geometry.rows, np.int32)
         self.reserved = np.zeros(geometry.rows, np.int32)
-        shape = (geometry.num_layers, geometry.rows, geometry.num_kv_heads)
+        shape = (len(geometry.layers), geometry.rows, geometry.num_kv_heads)
         self.k = {at: [] for at in np.ndindex(shape)}
         self.v = {at: [] for at in np.ndindex(shape)}
 
@@ -76,7 +83,7 @@ class Model:
         )
         count[self.rng.random(shape.rows) < 0.25] = 0
         ahead = np.minimum(self.rng.integers(0, 6, shape.rows), self.capacity - self.length - count)
-        size = (shape.num_layers, shape.rows, TOKENS, shape.num_kv_heads, shape.head_dim)
+        size = (len(shape.layers), shape.rows, TOKENS, shape.num_kv_heads, shape.head_dim)
         k, v = (jnp.asarray(self.rng.standard_normal(size), shape.dtype) for _ in range(2))
         for layer, row, head in self.k:
             new = slice(None, count[row])
@@ -90,12 +97,14 @@ class Model:
 def check(cache: KVCache, model: Model) -> None:
     shape = model.geometry
     np.testing.assert_array_equal(cache.length, model.length)
-    owned_pages = -(-model.reserved // shape.page_size)
+    owned_pages = -(-model.reserved // only(shape).page_size)
     for index, layer in enumerate(cache.layers):
         (pool,), (table,), (free,) = layer.pools, np.asarray(layer.tables), layer.free
         owned = table[table != SCRATCH_PAGE].tolist()
         unowned = np.asarray(free.pages)[: int(free.count)].tolist()
-        assert sorted(owned + unowned) == list(range(1, shape.pages)), "pages lost or shared"
+        assert sorted(owned + unowned) == list(range(1, shape.pages(only(shape)))), (
+            "pages lost or shared"
+        )
         k, v, bias, pos = (np.asarray(x) for x in (pool.k, pool.v, pool.bias, pool.pos))
         assert np.isfinite(k.astype(np.float32)).all() and np.isfinite(v.astype(np.float32)).all()
         assert np.isneginf(bias[[SCRATCH_PAGE, *unowned]]).all()
@@ -115,14 +124,15 @@ def check(cache: KVCache, model: Model) -> None:
                 assert (k[pages[page], slot] == model.k[at][position]).all()
                 assert (v[pages[page], :, slot] == model.v[at][position]).all()
     slots, pages = usage(cache)
-    heads = shape.num_layers * shape.num_kv_heads
-    np.testing.assert_array_equal(slots, heads * model.length)
-    np.testing.assert_array_equal(pages, heads * owned_pages)
+    heads = shape.num_kv_heads
+    per_layer = np.ones((1, len(shape.layers), 1), int) * heads
+    np.testing.assert_array_equal(slots, per_layer * model.length[:, None, None])
+    np.testing.assert_array_equal(pages, per_layer * owned_pages[:, None, None])
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"page{g.page_size}")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"page{only(g).page_size}")
 def test_random_sequences(geometry):
-    cache, model = init_cache(geometry), Model(geometry, seed=geometry.page_size)
+    cache, model = init_cache(geometry), Model(geometry, seed=only(geometry).page_size)
     check(cache, model)
     for _ in range(16):
         cache = step(cache, *model.draw())
@@ -153,8 +163,8 @@ def test_a_row_that_holds_more_than_is_asked_keeps_it():
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(before, after)
     slots, pages = usage(again)
-    assert slots.tolist() == [0, 0, 0, 0]
-    assert pages.tolist() == [4 * 3, 4 * 1, 0, 4 * 9]
+    assert not slots.any()
+    assert pages.sum((1, 2)).tolist() == [4 * 3, 4 * 1, 0, 4 * 9]
 
 
 def test_padding_and_finished_rows_leave_no_trace():
@@ -170,7 +180,7 @@ def test_padding_and_finished_rows_leave_no_trace():
         for extra in (noise, jnp.zeros_like(noise))
     ]
     for left, right in zip(*(jax.tree.leaves(cache) for cache in caches), strict=True):
-        in_pool = left.ndim > 0 and left.shape[0] == geometry.pages
+        in_pool = left.ndim > 0 and left.shape[0] == geometry.pages(only(geometry))
         if in_pool:
             left, right = left[SCRATCH_PAGE + 1 :], right[SCRATCH_PAGE + 1 :]
         np.testing.assert_array_equal(left, right)
@@ -179,7 +189,7 @@ def test_padding_and_finished_rows_leave_no_trace():
         assert (layer.pools[0].pos[SCRATCH_PAGE] == -1).all()
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"page{g.page_size}")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"page{only(g).page_size}")
 def test_an_empty_cache_takes_the_bytes_that_were_planned(geometry):
     cache = init_cache(geometry)
     leaves = jax.tree.leaves(cache)
@@ -193,9 +203,8 @@ def test_an_empty_cache_takes_the_bytes_that_were_planned(geometry):
     assert not slots.any() and not pages.any()
 
 
-def test_slot_and_token_bytes_count_everything_that_a_slot_holds():
+def test_slot_and_page_bytes_count_everything_that_a_slot_holds():
     geometry = GEOMETRIES[1]
-    assert geometry.slot_bytes == 2 * 16 * 2 + 4 + 4
-    assert geometry.token_bytes == 1 * 3 * geometry.slot_bytes
-    deep = dataclasses.replace(geometry, num_layers=5)
-    assert deep.token_bytes == 5 * geometry.token_bytes
+    slot = 2 * 16 * 2 + 4 + 4
+    assert sum(geometry.slot_bytes(only(geometry)).values()) == slot
+    assert geometry.page_bytes == ((16 * slot + 4,),)

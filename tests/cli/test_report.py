@@ -6,12 +6,13 @@ import time
 import pytest
 
 from kvjax.decoding.events import Progress
+from kvjax.errors import UsageError
 from kvjax.report import progress as progress_module
 from kvjax.report.answers import Answers
 from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
-from kvjax.report.units import rate, size, table
+from kvjax.report.units import rate, read_size, size, table
 
 
 class Terminal(io.StringIO):
@@ -72,7 +73,8 @@ def record(reason: str = "stop", think: int = 0) -> dict:
         "kv": {
             "method": "full",
             "logical_tokens": 150,
-            "live_tokens": {"max": 75.0},
+            "live_tokens": {"max": 80.0, "end": 75.0},
+            "evictions": 0,
             "bytes": {"total_live": 2048, "full_bf16": 4096},
         },
     }
@@ -87,6 +89,16 @@ def test_the_footer_of_one_answer():
         "peak memory 1.50 GiB",
         "cache full: live 75 of 150 tokens · 2.00 KiB · 0.500 of a bare bf16 cache",
     ]
+
+
+def test_the_footer_counts_evictions():
+    evicting = record()
+    evicting["kv"] |= {"method": "h2o", "evictions": 1200}
+    text = footer([evicting, evicting], first_token_s=None, compile_s=3.0, decode_s=4.0)
+    assert text.splitlines()[-1] == (
+        "cache h2o: live 150 of 300 tokens · 4.00 KiB · 0.500 of a bare bf16 cache · "
+        "2,400 evictions in all layers and heads"
+    )
 
 
 def test_the_footer_of_many_answers_sums_them():
@@ -172,6 +184,29 @@ def test_units():
     ]
     assert rate(10, 4) == "2.5 tok/s" and rate(10, 0) == "- tok/s"
     assert table([("a", "1"), ("bcd", "2")]) == "a    1\nbcd  2"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("123456", 123456),
+        ("64MiB", 64 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2g", 2 << 30),
+        ("512KiB", 512 << 10),
+        ("2GB", 2 * 10**9),
+        ("100b", 100),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes_are_read(text, count):
+    assert read_size(text, "--memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 XiB", "0", "0.1", "1e9", "nan", "1GiB2"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="--memory must be a size like 64MiB"):
+        read_size(text, "--memory")
 
 
 def test_the_process_started_a_while_ago():

@@ -33,7 +33,7 @@ def moved(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 
 def compiled(lm: kvjax.LanguageModel, rows: int):
     config = lm.config
-    geometry = Geometry(
+    geometry = Geometry.full(
         num_layers=config.num_layers,
         rows=rows,
         num_kv_heads=config.num_kv_heads,
@@ -45,7 +45,7 @@ def compiled(lm: kvjax.LanguageModel, rows: int):
     zeros = jnp.zeros(rows, jnp.int32)
     state = DecodeState(init_cache(geometry), zeros, zeros, jnp.ones(rows, bool))
     lowered = decode_chunk.lower(
-        lm.model, state, None, zeros == 1, steps=4, stop_ids=(1,), width=16
+        lm.model, state, None, zeros == 1, steps=4, stop_ids=(1,), width=256
     )
     return geometry, lowered.compile()
 
@@ -60,7 +60,8 @@ def test_pools_and_weights_stay_where_they_are(dtype, rows):
     geometry, program = compiled(lm, rows)
     text = program.as_text()
     assert len(re.findall(r" while\(", text)) == 1
-    pages, page, dim = geometry.pages, geometry.page_size, geometry.head_dim
+    [shape] = geometry.layers[0].classes
+    pages, page, dim = geometry.pages(shape), shape.page_size, geometry.head_dim
     assert moved(text, {(pages, page, dim), (pages, page)}) == {"scatter"}
 
     weights = [leaf for leaf in jax.tree.leaves(lm.model) if leaf.ndim > 1]
@@ -70,7 +71,7 @@ def test_pools_and_weights_stay_where_they_are(dtype, rows):
     memory = program.memory_analysis()
     # The state is updated in place: nearly all that comes out is what went in.
     assert memory.alias_size_in_bytes >= geometry.nbytes
-    assert memory.temp_size_in_bytes < geometry.pool_bytes / geometry.num_layers
+    assert memory.temp_size_in_bytes < geometry.pool_bytes / len(geometry.layers)
 
 
 def test_what_moves_would_be_seen():

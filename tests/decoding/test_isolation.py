@@ -131,7 +131,7 @@ def test_finished_rows_are_frozen():
     state, _ = start()
     halt = jnp.array([False, True, False, False])
     state, output = decode_chunk(
-        lm.model, state, None, halt, steps=small.CHUNK, stop_ids=(), width=16
+        lm.model, state, None, halt, steps=small.CHUNK, stop_ids=(), width=16 * small.PAGE
     )
     assert output.real.all(0).tolist() == [True, False, True, True]
     assert not output.real[:, 1].any()
@@ -139,14 +139,20 @@ def test_finished_rows_are_frozen():
     token = int(state.token[1])
     assert int(state.cache.length[1]) == small.LENGTHS[1]
     state, output = decode_chunk(
-        lm.model, state, None, jnp.zeros(4, bool), steps=small.CHUNK, stop_ids=(), width=16
+        lm.model,
+        state,
+        None,
+        jnp.zeros(4, bool),
+        steps=small.CHUNK,
+        stop_ids=(),
+        width=16 * small.PAGE,
     )
     after = [owned(state.cache, row) for row in range(small.ROWS)]
     assert same(before[1], after[1]) and int(state.token[1]) == token
     assert not any(same(before[row], after[row]) for row in (0, 2, 3))
     for layer in state.cache.layers:
         assert np.isneginf(layer.pools[0].bias[SCRATCH_PAGE]).all()
-    assert output.slots.tolist() == [
+    assert output.slots.sum((1, 2)).tolist() == [
         2 * 3 * (length + 2 * small.CHUNK * (row != 1)) for row, length in enumerate(small.LENGTHS)
     ]
 
@@ -159,7 +165,13 @@ def test_a_row_stops_in_the_cache_where_it_stopped_in_the_answer():
     state, _ = start(stop_ids=(stop,))
     for _ in range(3):
         state, _ = decode_chunk(
-            lm.model, state, None, jnp.zeros(4, bool), steps=small.CHUNK, stop_ids=(stop,), width=16
+            lm.model,
+            state,
+            None,
+            jnp.zeros(4, bool),
+            steps=small.CHUNK,
+            stop_ids=(stop,),
+            width=16 * small.PAGE,
         )
     assert int(state.cache.length[0]) == small.LENGTHS[0] + at
     assert int(state.left[0]) == 0 and int(state.token[0]) == stop
@@ -176,7 +188,13 @@ def test_the_device_knows_every_stop_and_the_first_token_may_be_one():
     assert output.real.all()
     assert (state.left == 0).tolist() == [row[0] in stops for row in small.usual()]
     _, output = decode_chunk(
-        small.lm().model, state, None, jnp.zeros(4, bool), steps=8, stop_ids=stops, width=16
+        small.lm().model,
+        state,
+        None,
+        jnp.zeros(4, bool),
+        steps=8,
+        stop_ids=stops,
+        width=16 * small.PAGE,
     )
     for row, real in zip(small.usual(), output.real.T.tolist(), strict=True):
         ends = [i for i, token in enumerate(row[:9]) if token in stops]
@@ -189,7 +207,13 @@ def test_no_more_tokens_than_are_left():
     total = np.asarray(output.real)
     for _ in range(2):
         state, output = decode_chunk(
-            small.lm().model, state, None, jnp.zeros(4, bool), steps=8, stop_ids=(), width=16
+            small.lm().model,
+            state,
+            None,
+            jnp.zeros(4, bool),
+            steps=8,
+            stop_ids=(),
+            width=16 * small.PAGE,
         )
         total = np.concatenate([total, output.real])
     assert total.sum(0).tolist() == [3] * 4
@@ -202,7 +226,13 @@ def test_rows_have_their_own_settings():
     cold = dataclasses.replace(sampling, temperature=sampling.temperature.at[2].set(0.0))
     state, output = start(sampling=cold)
     _, more = decode_chunk(
-        small.lm().model, state, cold, jnp.zeros(4, bool), steps=8, stop_ids=(), width=16
+        small.lm().model,
+        state,
+        cold,
+        jnp.zeros(4, bool),
+        steps=8,
+        stop_ids=(),
+        width=16 * small.PAGE,
     )
     got = np.concatenate([output.tokens, more.tokens]).T
     assert tuple(got[2].tolist()) == small.usual()[2][:9]

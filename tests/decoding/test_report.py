@@ -39,7 +39,13 @@ def test_live_tokens_are_the_logical_ones(results):
         kv = result.report["kv"]
         assert kv["method"] == "full"
         live = [length, length + 8, length + 16, length + NEW - 1]
-        assert kv["live_tokens"] == {"min": length, "mean": np.mean(live), "max": live[-1]}
+        assert kv["live_tokens"] == {
+            "min": length,
+            "mean": np.mean(live),
+            "max": live[-1],
+            "end": live[-1],
+        }
+        assert kv["evictions"] == 0
         assert kv["logical_tokens"] == kv["live_tokens"]["max"]
 
 

@@ -20,8 +20,18 @@ ANY_HEAD = cases.covering()
 POWERS = cases.covering(head_dim=(16, 64, 128))
 
 
-def interpret(q, pools, tables, **options):
-    return paged_attention_triton(q, pools, tables, interpret=True, **options)
+def one_query(backend, **fixed):
+    """A backend that takes the same query for every pool."""
+
+    @functools.wraps(backend)
+    def call(q, pools, tables, **options):
+        return backend((q,) * len(pools), pools, tables, **fixed, **options)[:2]
+
+    return call
+
+
+interpret = one_query(paged_attention_triton, interpret=True)
+reference, xla = one_query(paged_attention_reference), one_query(paged_attention_xla)
 
 
 def run(backend, problem: cases.Problem):
@@ -45,13 +55,13 @@ def test_the_cases_bring_every_two_choices_together():
 @pytest.mark.parametrize("case", ANY_HEAD, ids=str)
 def test_reference(case):
     problem = cases.build(case)
-    cases.check(run(paged_attention_reference, problem), problem)
+    cases.check(run(reference, problem), problem)
 
 
 @pytest.mark.parametrize("case", ANY_HEAD, ids=str)
 def test_xla(case):
     problem = cases.build(case)
-    cases.check(run(paged_attention_xla, problem), problem)
+    cases.check(run(xla, problem), problem)
 
 
 @pytest.mark.parametrize("case", POWERS, ids=str)
@@ -69,7 +79,7 @@ def test_triton_merges_its_shares(programs, monkeypatch):
     cases.check(run(interpret, problem), problem)
 
 
-@pytest.mark.parametrize("backend", [paged_attention_reference, paged_attention_xla, interpret])
+@pytest.mark.parametrize("backend", [reference, xla, interpret])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_free_slots_may_hold_any_finite_number(backend, dtype):
     problem = cases.build(Case(dtype=dtype, lengths="empty between full", bias="zero"))
@@ -93,12 +103,10 @@ def test_reference_needs_nothing_of_free_slots():
         k=jnp.where(free[:, :, None], jnp.nan, pages.k),
         v=jnp.where(free[:, None], jnp.nan, pages.v),
     )
-    cases.check(
-        run(paged_attention_reference, dataclasses.replace(problem, pools=(unset,))), problem
-    )
+    cases.check(run(reference, dataclasses.replace(problem, pools=(unset,))), problem)
 
 
-@pytest.mark.parametrize("backend", [paged_attention_xla, interpret])
+@pytest.mark.parametrize("backend", [xla, interpret])
 def test_a_constant_bias_only_moves_the_log_sum_exp(backend):
     """The mass of a slot is exp(bias): the same for all slots, it cancels in the output."""
     problem = cases.build(Case(bias="zero", sinks=False))
@@ -110,7 +118,7 @@ def test_a_constant_bias_only_moves_the_log_sum_exp(backend):
     np.testing.assert_allclose(moved_lse, lse - 3.0, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [paged_attention_xla, interpret])
+@pytest.mark.parametrize("backend", [xla, interpret])
 @pytest.mark.parametrize("bias", [2.0, -4.0])
 def test_a_bias_stands_for_that_many_tokens(backend, bias):
     """Two equal tokens against one with twice the mass."""
@@ -135,7 +143,7 @@ def test_a_bias_stands_for_that_many_tokens(backend, bias):
 
 
 @pytest.mark.parametrize("window", [7, 8, 9])
-@pytest.mark.parametrize("backend", [paged_attention_reference, paged_attention_xla, interpret])
+@pytest.mark.parametrize("backend", [reference, xla, interpret])
 def test_the_edge_of_the_window(backend, window):
     """Eight tokens, each of which shows in a channel of its own."""
     pages = KVPages(
@@ -165,7 +173,7 @@ def test_pools_may_have_tables_of_different_widths():
     wide = jnp.pad(problem.tables[1], ((0, 0), (0, 0), (0, 3)))
     problem = dataclasses.replace(problem, tables=(problem.tables[0], wide))
     cases.check(run(paged_attention, problem), problem)
-    for backend in (paged_attention, paged_attention_reference, paged_attention_xla, interpret):
+    for backend in (paged_attention, reference, xla, interpret):
         for _ in range(8):  # annotations of sequences are checked for one member at random
             fn = functools.partial(backend, **problem.options)
             jax.eval_shape(lambda *args, fn=fn: fn(*args), problem.q, problem.pools, problem.tables)

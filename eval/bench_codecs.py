@@ -1,0 +1,154 @@
+"""Quality of every codec on real text, with nothing evicted: the bits and what they cost.
+
+    python -m kvjax.eval.bench_codecs --text FILE --out eval/results/codecs.json
+
+SmolLM2-135M, float32, rows of consecutive tokens of FILE; the first tokens of a row are a prompt,
+and the others are scored. They are read a tick (16 tokens; 32 for KIVI) at a time, each attending
+to coded pages and, exactly, to the recent window and the tokens of its tick before it: what a
+decode step sees, and the same numbers up to rounding (``kvjax.compare`` with ``by_tick``, which
+tests hold against single steps), several times as fast. ``--by-token`` takes single steps.
+
+Bits are for one channel of one token, mean of keys and values. Payload: codes and scales. Slot:
+everything that a slot holds, so bias and position too. Held: bytes of all owned pages at the end
+over channels and logical tokens: with the recent window, which is float32 here, pages that are
+filled in part, and tables.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+import kvjax
+from kvjax.cache import ClassGeometry, Geometry
+from kvjax.codecs import KVCodec, kv_codec
+from kvjax.compare import compare
+from kvjax.compress import policy
+from kvjax.eval.record import run_record, write_json
+from kvjax.eval.text import rows_of_text, small_model
+from kvjax.recipes import Recipe, kivi, uniform
+
+CODECS = (
+    "bf16",
+    "fp8",
+    "int8",
+    "k8v4",
+    "int4",
+    "k4v2",
+    "int2",
+    "nvfp4",
+    "ternary",
+    "kivi4",
+    "kivi2",
+)
+CHANGED = {
+    "int4, not rotated": ("int4", {"rotate": False}),
+    "int4, mean": ("int4", {"center": True}),
+    "int4, mean and balance": ("int4", {"center": True, "balance": True}),
+    "int2, no mean": ("int2", {"center": False}),
+}
+"""Ablations: a codec, and what is changed of it."""
+VARIANTS = {name: (name, {}) for name in CODECS} | CHANGED
+
+
+@contextlib.contextmanager
+def changed(changes: dict[str, bool]) -> Iterator[None]:
+    """Every layer's codec with some fields replaced, which no recipe can ask for."""
+    usual = policy._for_model
+    policy._for_model = lambda *args: dataclasses.replace(usual(*args), **changes)
+    try:
+        yield
+    finally:
+        policy._for_model = usual
+
+
+def recipe_of(codec: str) -> Recipe:
+    return kivi(codec) if codec.startswith("kivi") else uniform(codec)
+
+
+def bits(codec: KVCodec, lm: kvjax.LanguageModel) -> dict[str, float]:
+    """Payload and slot, in a model of bfloat16."""
+    dim, heads = lm.config.head_dim, lm.config.num_kv_heads
+    shape = Geometry(
+        layers=(),
+        rows=1,
+        num_heads=lm.config.num_heads,
+        num_kv_heads=heads,
+        head_dim=dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+    slot = shape.slot_bytes(ClassGeometry(codec, 64, 1))
+    payload = (codec.k.payload_bits(dim) + codec.v.payload_bits(dim)) / 2
+    return {"payload": payload, "slot": sum(slot.values()) * 8 / (2 * dim)}
+
+
+def measure(lm: kvjax.LanguageModel, name: str, tokens, prompt: int, by_token: bool) -> dict:
+    codec, changes = VARIANTS[name]
+    start = time.perf_counter()
+    with changed(changes):
+        found = compare(
+            lm, tokens, recipe=recipe_of(codec), prompt_tokens=prompt, by_tick=not by_token
+        )
+    return {
+        "name": name,
+        "codec": codec,
+        "changes": changes,
+        "bits": bits(kv_codec(codec), lm) | {"held": found.ratio["end"] * 16},
+        "seconds": time.perf_counter() - start,
+        **found.as_dict(),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=pathlib.Path, required=True, help="a file of plain text")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1152, help="of a row, its prompt included")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--codecs", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--by-token", action="store_true", help="decode one token a step")
+    parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file for the figures")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    lm = small_model()
+    tokens = rows_of_text(lm, args.text, args.rows, args.tokens)
+    print(f"{'codec':23} {'payload':>7} {'slot':>6} {'held':>6} {'bytes':>11}", end="")
+    print(f" {'KL':>9} {'p99':>9} {'top-1':>6} {'ppl':>7} {'s':>5}")
+    results = []
+    for name in args.codecs:
+        found = measure(lm, name, tokens, args.prompt_tokens, args.by_token)
+        results.append(found)
+        print(
+            f"{name:23} {found['bits']['payload']:7.3f} {found['bits']['slot']:6.3f} "
+            f"{found['bits']['held']:6.3f} {found['bytes']['end']:11,.0f} "
+            f"{found['kl_mean']:9.2e} {found['kl_p99']:9.2e} {found['top1_agreement']:6.1%} "
+            f"{found['perplexity']:7.3f} {found['seconds']:5.0f}",
+            flush=True,
+        )
+    print(f"without compression: perplexity {results[0]['perplexity_full']:.3f}")
+    if args.out:
+        record = {
+            "run": run_record(args.commit),
+            "model": pathlib.Path(lm.source).name,
+            "dtype": "float32",
+            "text": args.text.name,
+            "rows": args.rows,
+            "tokens": args.tokens,
+            "prompt_tokens": args.prompt_tokens,
+            "scored": args.rows * (args.tokens - args.prompt_tokens),
+            "by_token": args.by_token,
+            "results": results,
+        }
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()

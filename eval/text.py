@@ -1,0 +1,30 @@
+"""Real text for the benchmarks of quality."""
+
+import pathlib
+
+import numpy as np
+
+import kvjax
+from kvjax.fetch_model import default_model_path
+
+CHARACTERS = 12
+"""Of a file, for every token that is wanted; English text has four or five a token."""
+
+
+def small_model() -> kvjax.LanguageModel:
+    """SmolLM2 in float32."""
+    path = default_model_path()
+    if path is None:
+        raise SystemExit("needs SmolLM2: python -m kvjax.fetch_model smollm2")
+    return kvjax.load(path, dtype="float32")
+
+
+def rows_of_text(
+    lm: kvjax.LanguageModel, path: pathlib.Path, rows: int, tokens: int
+) -> np.ndarray:
+    """The file's first ``rows * tokens`` tokens, one row after the other."""
+    text = path.read_text(encoding="utf-8")[: rows * tokens * CHARACTERS]
+    ids = lm.tokenizer.encode(text)
+    if len(ids) < rows * tokens:
+        raise SystemExit(f"{path} has {len(ids):,} tokens, and {rows * tokens:,} are needed")
+    return np.array(ids[: rows * tokens], np.int32).reshape(rows, tokens)

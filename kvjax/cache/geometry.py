@@ -1,0 +1,131 @@
+"""The shapes of a cache, and the bytes that they come to."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.codecs import KVCodec, kv_codec
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassGeometry:
+    """One codec class of one layer.
+
+    Attributes:
+        pages_per_head: the most pages that one KV head of one row can own.
+        mass: whether every slot notes the attention that it receives.
+    """
+
+    codec: KVCodec
+    page_size: int
+    pages_per_head: int
+    mass: bool = False
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one KV head of one row can hold."""
+        return self.page_size * self.pages_per_head
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGeometry:
+    """One layer.
+
+    Attributes:
+        classes: the first is where new tokens go, in the model's own dtype; if there are more, it
+            holds the most recent tokens and the others hold the rest.
+        queries: how many of the last queries are kept.
+    """
+
+    classes: tuple[ClassGeometry, ...]
+    queries: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The shapes of a cache; ``init_cache`` makes exactly this."""
+
+    layers: tuple[LayerGeometry, ...]
+    rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DTypeLike
+
+    @classmethod
+    def full(
+        cls, *, num_layers: int, page_size: int, pages_per_head: int, num_heads: int = 0, **shape
+    ) -> "Geometry":
+        """Every token of every layer in one class of the model's own dtype."""
+        only = LayerGeometry((ClassGeometry(kv_codec("bf16"), page_size, pages_per_head),))
+        heads = num_heads or shape["num_kv_heads"]
+        return cls(layers=(only,) * num_layers, num_heads=heads, **shape)
+
+    def pages(self, shape: ClassGeometry) -> int:
+        """Pages of a pool, the scratch page among them."""
+        return 1 + self.rows * self.num_kv_heads * shape.pages_per_head
+
+    @functools.cached_property
+    def page_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of a page and of its table entry, for every layer and class."""
+        return tuple(
+            tuple(self._pool_bytes(shape) // self.pages(shape) + 4 for shape in layer.classes)
+            for layer in self.layers
+        )
+
+    @property
+    def full_token_bytes(self) -> int:
+        """One token in an uncompressed bfloat16 cache: the yardstick of every ratio."""
+        return len(self.layers) * self.num_kv_heads * self.head_dim * 2 * 2
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """What ``init_cache`` allocates."""
+        from kvjax.cache.cache import init_cache
+
+        leaves = jax.eval_shape(lambda: jax.tree.leaves(init_cache(self)))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(self._pool_bytes(shape) for layer in self.layers for shape in layer.classes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Block tables, free lists and counters."""
+        return self.nbytes - self.pool_bytes - self.constant_bytes - self.query_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        """What does not grow with rows or tokens: means and balances of the keys."""
+        each = self.num_kv_heads * self.head_dim * 4
+        return each * sum(
+            shape.codec.center + shape.codec.balance
+            for layer in self.layers
+            for shape in layer.classes
+        )
+
+    @property
+    def query_bytes(self) -> int:
+        """The last queries of all rows."""
+        each = self.rows * self.num_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return each * sum(layer.queries for layer in self.layers)
+
+    def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
+        """One slot of a class, by what it holds."""
+        dim, codec = self.head_dim, shape.codec
+        own = jnp.dtype(self.dtype).itemsize
+        codes = sum(
+            part.width(dim) * (own if part.fmt == "float" else 1) for part in (codec.k, codec.v)
+        )
+        scales = sum(part.payload_bits(dim) - part.bits for part in (codec.k, codec.v)) * dim / 8
+        scales = 0.0 if codec.k.fmt == codec.v.fmt == "float" else scales
+        return {"codes": float(codes), "scales": scales, "metadata": 8.0 + 4.0 * shape.mass}
+
+    def _pool_bytes(self, shape: ClassGeometry) -> int:
+        slots = self.pages(shape) * shape.page_size
+        return round(sum(self.slot_bytes(shape).values()) * slots)

@@ -1,0 +1,104 @@
+"""A run before its weights are loaded: what it would allocate, from the model's shape alone."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax import loading, tokenizer
+from kvjax.cache import Plan, plan
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.inputs import model_source, stream_options
+from kvjax.command.prompts import Row
+from kvjax.decoding.requests import Options, read_prompt
+from kvjax.errors import KvjaxError
+from kvjax.models.decoder import Decoder
+from kvjax.recipes import Recipe, full
+from kvjax.weights.gguf import GGUFCheckpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What a plan needs to know of a run.
+
+    Attributes:
+        request: arguments of ``kvjax.cache.plan`` beside the recipe and the memory.
+        prompt_tokens: of the longest prompt.
+    """
+
+    request: dict[str, Any]
+    prompt_tokens: int
+
+    def plan(self, recipe: Recipe, memory_bytes: int | None = None) -> Plan:
+        """The plan of a recipe.
+
+        Raises:
+            UsageError: the recipe does not fit the model or the prompts.
+        """
+        return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
+
+
+def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
+    """The outline of a run.
+
+    Raises:
+        KvjaxError: the model's configuration or tokenizer cannot be read, or the only prompt, unless
+            it comes from a file of prompts.
+    """
+    lm = shape_of_model(config)
+    # How tokens are chosen, and what becomes of them, makes no difference to a prompt's length.
+    choice = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    options = Options(**{**stream_options(config, full()), **choice}, chunk=1, stop_ids=())
+    lengths = []
+    for row in rows:
+        if row.prompt is None:
+            continue
+        try:
+            lengths.append(len(read_prompt(lm, 0, row.prompt, options).ids))
+        except KvjaxError:
+            if not config.prompts:
+                raise
+    request = {
+        "config": lm.config,
+        "batch_size": min(config.batch_size, len(lengths) or config.batch_size),
+        "prompt_tokens": max(lengths, default=1),
+        "max_new_tokens": config.max_new_tokens,
+        "dtype": lm.dtype,
+        "parameter_bytes": sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(lm.model)
+        ),
+    }
+    return Outline(request, request["prompt_tokens"])
+
+
+def shape_of_model(config: DecodeConfig) -> loading.LanguageModel:
+    """The model with shapes in the place of its weights.
+
+    Raises:
+        ModelError: its configuration or tokenizer cannot be read.
+    """
+    source = model_source(config)
+    path = loading.resolve(source, config.revision, weights=False)
+    shape = loading.read_config(path)
+    dtype = jnp.dtype(config.dtype)
+    own = path if config.tokenizer is None else loading.resolve(config.tokenizer, weights=False)
+    return loading.LanguageModel(
+        config=shape,
+        model=nnx.eval_shape(lambda: Decoder(shape, dtype=dtype, rngs=nnx.Rngs(0))),
+        tokenizer=_tokenizer(own),
+        dtype=dtype,
+        defaults=loading.GenerationDefaults(),
+        source=source,
+        revision=config.revision,
+        fingerprint="",
+    )
+
+
+def _tokenizer(path) -> tokenizer.Tokenizer | None:
+    if path.is_file():
+        checkpoint = GGUFCheckpoint(path)
+        return tokenizer.from_gguf(checkpoint.source, checkpoint.metadata)
+    return tokenizer.from_directory(path)

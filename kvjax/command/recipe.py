@@ -1,0 +1,173 @@
+"""From the options of the decode command to a recipe; what a method would ignore is refused."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from kvjax import recipes
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.errors import UsageError
+from kvjax.recipes import Recipe
+
+FLAGS = {
+    "page_size": "--page-size",
+    "codec": "--kv-bits",
+    "layer_codecs": "--kv-bits-layers",
+    "budget": "--kv-budget",
+    "sinks": "--sink-tokens",
+    "recent": "--recent-window",
+    "window": "--recent-window",
+    "protect_prompt": "--protect-prompt",
+    "every": "--compress-every",
+    "skip_layers": "--skip-layers",
+    "compress": "--compress",
+    "positions": "--positions",
+    "selector": "--selector",
+    "stop_texts": "--stop",
+}
+"""What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
+
+KEEPING = ("full", "uniform", "kivi")
+EVICTING = tuple(name for name in recipes.METHODS if name not in KEEPING)
+_EVICTION = (
+    "kv_budget",
+    "kv_budget_bytes",
+    "sink_tokens",
+    "protect_prompt",
+    "compress_every",
+    "skip_layers",
+    "compress",
+    "positions",
+    "selector",
+)
+_CODES = ("kv_bits", "kv_bits_layers", "recent_window")
+BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
+"""Options that say what has to stay, whatever ``--fit`` chooses."""
+
+
+@contextlib.contextmanager
+def flags_in_errors() -> Iterator[None]:
+    """Errors that begin with a field of the library begin with its flag instead."""
+    try:
+        yield
+    except UsageError as error:
+        field = re.match(r"\w+(?=[: ])", str(error))
+        if field is None or field[0] not in FLAGS:
+            raise
+        raise UsageError(FLAGS[field[0]] + str(error)[field.end() :]) from error
+
+
+def given_recipe(config: DecodeConfig) -> Recipe | None:
+    """The recipe that the options name; None where ``--fit`` is to choose it.
+
+    With ``--kv-budget-bytes`` its budget is still the method's own.
+
+    Raises:
+        UsageError: an option has a value that cannot be used, or no effect.
+    """
+    if config.fit is not None:
+        _check_beside_fit(config)
+        return None
+    method = config.method or "full"
+    _check_used(config, method)
+    recent = "recent" if method in EVICTING else "window"
+    fields = {
+        "page_size": config.page_size,
+        "codec": config.kv_bits,
+        "layer_codecs": config.kv_bits_layers,
+        "budget": config.kv_budget,
+        recent: config.recent_window,
+        **staying(config),
+        "every": config.compress_every,
+        "compress": config.compress,
+        "positions": config.positions,
+        "selector": config.selector,
+    }
+    with flags_in_errors():
+        recipe = recipes.parse(method, **fields)
+    _check_effect(config, recipe)
+    return recipe
+
+
+def staying(config: DecodeConfig) -> dict[str, int | str | bool | None]:
+    """Fields of a recipe that evicts: what stays in any case."""
+    return {
+        "sinks": config.sink_tokens,
+        "protect_prompt": config.protect_prompt or None,
+        "skip_layers": config.skip_layers,
+    }
+
+
+def described(recipe: Recipe) -> str:
+    """A recipe in a few words."""
+    words = [recipe.name]
+    if recipe.codec is not None:
+        words.append(recipe.codec)
+    if isinstance(recipe.budget, int):
+        words.append(f"a budget of {recipe.budget:,} tokens")
+    return ", ".join(words)
+
+
+def _given(config: DecodeConfig, name: str) -> str | None:
+    """The option as it was given, or None if it was not."""
+    value = getattr(config, name)
+    if value is None or value is False:
+        return None
+    return "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+
+
+def _check_used(config: DecodeConfig, method: str) -> None:
+    if method in EVICTING:
+        if config.positions == "contiguous" and (
+            method != "streaming" or config.selector not in (None, "streaming")
+        ):
+            chosen = f"selector {config.selector}" if config.selector else f"method {method}"
+            raise UsageError(
+                f"--positions contiguous is for method streaming, whose tokens are the first and "
+                f"the last, and not for {chosen}: drop it, or pass --method streaming"
+            )
+        if method == "snapkv" and config.compress_every:
+            raise UsageError(
+                f"--compress-every {config.compress_every} has no effect with method snapkv, which "
+                "evicts once, after the prompt: drop it, or pass --method snapkv_decode"
+            )
+        return
+    if given := next(filter(None, (_given(config, name) for name in _EVICTION)), None):
+        raise UsageError(
+            f"{given} has no effect with method {method}, which evicts nothing: drop it, or pass "
+            f"--method with one of {', '.join(EVICTING)}"
+        )
+    if method != "full":
+        return
+    if given := next(filter(None, (_given(config, name) for name in _CODES)), None):
+        raise UsageError(
+            f"{given} has no effect with method full, which keeps every token as it was made: drop "
+            "it, or pass --method uniform"
+        )
+
+
+def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
+    """Refuse options that together leave nothing to evict."""
+    if recipe.selector is None:
+        return
+    decoding = recipe.every and {"think", "answer"} & set(recipe.compress)
+    if decoding or not recipe.spares_prompt:
+        return
+    if config.protect_prompt:
+        given = "--protect-prompt"
+    else:
+        given = f"--compress {config.compress}"
+    raise UsageError(
+        f"{given} leaves nothing to evict, since method {recipe.name} evicts only prompts here: "
+        "drop it, or pass another --method"
+        if not recipe.every
+        else f"{given} leaves nothing to evict with --compress {config.compress}: drop one of them"
+    )
+
+
+def _check_beside_fit(config: DecodeConfig) -> None:
+    chosen = [name for name in (*_EVICTION, *_CODES, "method") if name not in BESIDE_FIT]
+    if given := next(filter(None, (_given(config, name) for name in chosen)), None):
+        raise UsageError(
+            f"{given} and --fit exclude each other, since --fit chooses it: give one of them"
+        )

@@ -1,0 +1,226 @@
+"""From the recent window into pages: what leaves it is selected, coded and stored."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.cache import LayerCache
+from kvjax.cache.slots import append, evict, reserve_layer, store
+from kvjax.compress.context import Context
+from kvjax.compress.keep import keep_mask, protected
+from kvjax.compress.policy import Policy, group
+from kvjax.recipes import Recipe
+from pallas_kernels import SCRATCH_PAGE
+from pallas_kernels.read import plain_keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where each row stands.
+
+    Attributes:
+        before: logical length when the first class was last written in whole: what came since is
+            ``Incoming``, if anything is.
+        length: logical length now.
+        prompt: the prompt's length, as far as it has been read.
+        stored: positions below have left the recent window already.
+        leaving: positions below leave it now.
+        select: rows whose tokens are selected; the others keep all.
+        seed: of selectors that draw.
+    """
+
+    before: Int[Array, " B"]
+    length: Int[Array, " B"]
+    prompt: Int[Array, " B"]
+    stored: Int[Array, " B"]
+    leaving: Int[Array, " B"]
+    select: Bool[Array, " B"]
+    seed: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """Tokens that have been read and are not in the cache yet; position ``before + i`` each."""
+
+    k: Float[Array, "B T Hkv D"]
+    v: Float[Array, "B T Hkv D"]
+    mass: Float[Array, "B Hkv T"] | None = None
+
+
+def leaving(
+    recipe: Recipe,
+    of_layer: tuple[Policy, ...],
+    stored: Int[Array, " B"],
+    length: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """The position below which tokens leave the recent window: whole groups of them."""
+    together = group(of_layer)
+    return jnp.maximum(stored, jnp.maximum(length - recipe.window, 0) // together * together)
+
+
+def settle(
+    layer: LayerCache,
+    index: Int[Array, ""] | int,
+    recipe: Recipe,
+    policy: Policy,
+    scale: float,
+    window: int | None,
+    rows: Rows,
+    incoming: Incoming | None = None,
+    *,
+    select: bool = True,
+) -> tuple[LayerCache, Int[Array, " B"]]:
+    """Move one layer's tokens out of the recent window, and evict what is not worth its slot.
+
+    Selection comes before storing, so that nothing is coded in vain.
+
+    Args:
+        layer: the cache of layer ``index``.
+        scale: of the model's attention logits.
+        window: of the layer's attention, None if it has none.
+        incoming: tokens of a prompt, if one is being read.
+        select: False only moves tokens.
+
+    Returns:
+        The layer, and how many tokens of each row found no slot.
+    """
+    pos, k, v, mass = _candidates(layer, rows, incoming)
+    there = pos < rows.length[:, None]
+    keep = jnp.broadcast_to(there[:, None], k.shape[:3])
+    if policy.keeps == "window" or (select and policy.keeps == "budget"):
+        kept, keep = _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass)
+        for c, mask in enumerate(kept, 1):
+            layer = evict(layer, c, mask)
+    out = (pos < rows.leaving[:, None])[:, None]
+    crowded = jnp.zeros(rows.length.shape, jnp.int32)
+    for c in range(1, len(layer.pools)):
+        mine = keep & out & _belongs(policy, c, pos)[:, None]
+        layer, placed = store(layer, c, k, v, pos, mine, mass)
+        crowded += (mine & ~placed).sum((1, 2), dtype=jnp.int32)
+    return _renew(layer, rows, incoming), crowded
+
+
+def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
+    """The tokens from ``rows.stored`` on in order: those in the first class, then incoming ones."""
+    pool, table = layer.pools[0], layer.tables[0]
+    heads, capacity, dim = table.shape[1], table.shape[2] * pool.page_size, pool.k.shape[2]
+    k = pool.k[table].reshape(len(table), heads, capacity, dim)
+    v = pool.v[table].swapaxes(-1, -2).reshape(k.shape)
+    mass = None if pool.mass is None else pool.mass[table].reshape(k.shape[:3])
+    count = capacity
+    if incoming is not None:
+        k, v = (
+            jnp.concatenate([old, new.swapaxes(1, 2).astype(old.dtype)], 2)
+            for old, new in ((k, incoming.k), (v, incoming.v))
+        )
+        if mass is not None:
+            mass = jnp.concatenate([mass, incoming.mass], 2)
+        count += incoming.k.shape[1]
+    pos = rows.stored[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    new = capacity + pos - rows.before[:, None]
+    place = jnp.where(pos < rows.before[:, None], pos % capacity, new)
+    at = jnp.clip(place, 0, count - 1)[:, None]
+    # Beyond the end lies padding, and a NaN there must not reach the scratch page.
+    there = (pos < rows.length[:, None])[:, None, :, None]
+    k, v = (jnp.where(there, jnp.take_along_axis(x, at[..., None], 2), 0) for x in (k, v))
+    return pos, k, v, None if mass is None else jnp.take_along_axis(mass, at, 2)
+
+
+def _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass):
+    """Masks of what stays: for each class its slots, and of the candidates."""
+    pools, tables = layer.pools[1:], layer.tables[1:]
+    shapes = [(*table.shape, pool.page_size) for pool, table in zip(pools, tables, strict=True)]
+    flat = (*keep.shape[:2], -1)
+
+    def joined(parts, last):
+        return jnp.concatenate([*(part.reshape(flat) for part in parts), last], -1)
+
+    bias = joined(
+        [pool.bias[table] for pool, table in zip(pools, tables, strict=True)],
+        jnp.where(keep, 0.0, -jnp.inf),
+    )
+    everywhere = joined(
+        [pool.pos[table] for pool, table in zip(pools, tables, strict=True)],
+        jnp.broadcast_to(pos[:, None], keep.shape),
+    )
+    live = bias > -jnp.inf
+    if policy.keeps == "window":
+        stay = everywhere > (rows.length - window)[:, None, None]  # nothing can see the others
+    else:
+        ctx = Context(
+            bias=bias,
+            pos=everywhere,
+            length=rows.length,
+            prompt=rows.prompt,
+            seed=rows.seed,
+            k=_keys(layer, recipe, k),
+            queries=layer.queries,
+            query_pos=query_positions(recipe, rows.length),
+            mass=None
+            if mass is None
+            else joined([p.mass[t] for p, t in zip(pools, tables, strict=True)], mass),
+            layer=jnp.asarray(index, jnp.int32),
+            scale=scale,
+        )
+        must = protected(
+            ctx,
+            sinks=recipe.sinks,
+            recent=max(recipe.recent, recipe.window),
+            prompt=recipe.spares_prompt,
+        )
+        must |= everywhere >= rows.leaving[:, None, None]
+        stay = keep_mask(recipe.selector(ctx), live, everywhere, must, recipe.room(rows.length))
+        stay |= ~rows.select[:, None, None]
+    stay &= live
+    sizes = [shape[2] * shape[3] for shape in shapes]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    *parts, last = jnp.split(stay, ends, -1)
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], last
+
+
+def _keys(layer: LayerCache, recipe: Recipe, k):
+    """Keys of all classes and of the candidates, where the selector reads them."""
+    if not (recipe.selector.needs_keys or recipe.needs_queries):
+        return None
+    stored = [
+        plain_keys(pool, table, k.dtype).reshape(*k.shape[:2], -1, k.shape[3])
+        for pool, table in zip(layer.pools[1:], layer.tables[1:], strict=True)
+    ]
+    return jnp.concatenate([*stored, k], 2)
+
+
+def query_positions(recipe: Recipe, length: Int[Array, " B"]) -> Int[Array, "B N"] | None:
+    """Positions of the queries that are kept, -1 where there has been none."""
+    count = recipe.needs_queries
+    if not count:
+        return None
+    slot = jnp.arange(count, dtype=jnp.int32)[None]
+    last = length[:, None] - 1
+    return jnp.maximum(last - (last - slot) % count, -1)
+
+
+def _belongs(policy: Policy, index: int, pos: Int[Array, "B M"]) -> Bool[Array, "B M"]:
+    """Which tokens go to a class."""
+    if not policy.first:
+        return jnp.ones(pos.shape, bool)
+    return pos < policy.first if index == 1 else pos >= policy.first
+
+
+def _renew(layer: LayerCache, rows: Rows, incoming: Incoming | None) -> LayerCache:
+    """Let the first class hold what has not left it, and nothing else."""
+    pool, table = layer.pools[0], layer.tables[0]
+    stay = (pool.pos[table] >= rows.leaving[:, None, None, None]) & (table != SCRATCH_PAGE)[
+        ..., None
+    ]
+    layer = evict(layer, 0, stay)
+    if incoming is None:
+        return layer
+    layer = reserve_layer(layer, rows.length)
+    count = incoming.k.shape[1]
+    pos = rows.before[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    recent = (pos >= rows.leaving[:, None]) & (pos < rows.length[:, None])
+    return append(layer, incoming.k, incoming.v, pos, recent, incoming.mass)

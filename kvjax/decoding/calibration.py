@@ -1,0 +1,100 @@
+"""The key basis of a model's layers, out of a text that is the same for everybody.
+
+The constants belong to the model alone: were they taken from a prompt, rows would feel each other.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from kvjax.codecs import KeyBasis, key_basis
+from kvjax.fetch_model import cache_folder
+from kvjax.loading import LanguageModel
+from kvjax.models.attention import causal_mask, masked_attention
+from kvjax.models.rope import rotation
+
+TEXT = """\
+The harbour was quiet when the survey began. Each morning two people walked along the wall, counted
+the boats, wrote down the wind and the height of the water, and sent the figures to the office in
+town. Question: if 14 boats leave at 6:30 and 9 come back before noon, how many are still out at
+noon? First, 14 boats left. Then 9 returned, so 14 - 9 = 5. Wait, one of them left again at 11:45,
+which makes 5 + 1 = 6. The answer is 6.
+
+def mean(values: list[float]) -> float:
+    if not values:
+        raise ValueError("no values")
+    return sum(values) / len(values)
+
+In 1987 the lighthouse got an electric lamp; its keeper, Ms. Oddny Hansen (born 1931), stayed on as a
+guide. "It blinks by itself now," she said, "but somebody has to tell people why." La lumière se voit
+à trente kilomètres. Das Wasser stieg um 0,8 m. Therefore, let x be the height of the tide at time t;
+then x(t) = a cos(2 pi t / 12.4) + b, and both a and b follow from two measurements.
+"""
+
+
+def key_bases(lm: LanguageModel) -> tuple[KeyBasis, ...]:
+    """Mean and balance of every layer's keys, float32 [Hkv, D] each.
+
+    Kept in the cache folder under the model's fingerprint.
+    """
+    path = _path(lm)
+    names = ("mean", "balance")
+    with contextlib.suppress(OSError, safetensors.SafetensorError, KeyError):
+        kept = safetensors.numpy.load_file(path)
+        return tuple(
+            KeyBasis(*(jnp.asarray(kept[f"{layer}.{name}"]) for name in names))
+            for layer in range(lm.config.num_layers)
+        )
+    bases = _measure(lm)
+    arrays = {
+        f"{layer}.{name}": np.asarray(getattr(basis, name))
+        for layer, basis in enumerate(bases)
+        for name in names
+    }
+    with contextlib.suppress(OSError):  # then it is measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{os.getpid()}-{path.name}")
+        safetensors.numpy.save_file(arrays, part)
+        os.replace(part, path)
+    return bases
+
+
+def _path(lm: LanguageModel) -> pathlib.Path:
+    text = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
+    return cache_folder() / "keys" / f"{lm.fingerprint}-{text}.safetensors"
+
+
+def _measure(lm: LanguageModel) -> tuple[KeyBasis, ...]:
+    config, model = lm.config, lm.model
+    if lm.tokenizer is not None:
+        ids = lm.tokenizer.encode(TEXT)
+    else:
+        ids = np.arange(256) * 7919 % config.vocab_size
+    tokens = jnp.asarray(ids, jnp.int32)[None]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    x, angles = model.embed[...][tokens], rotation(positions, config.rope, config.head_dim)
+    bases = []
+    for index, layer in enumerate(model.layers):
+        x, k = _keys(layer, x, angles, positions, scale=config.scale, window=config.windows[index])
+        bases.append(key_basis(k[0], center=True, balance=True))
+    return tuple(bases)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window"))
+def _keys(layer, x, angles, positions, *, scale: float, window: int | None):
+    """A layer's output and its keys."""
+
+    def attend(q, k, v, sinks):
+        mask = causal_mask(positions, positions, window)
+        out, _ = masked_attention(q, k, v, mask, scale)
+        return out.astype(q.dtype), k
+
+    return layer(x, angles, attend)

@@ -1,0 +1,127 @@
+"""Reading given tokens where decoding would have chosen its own: teacher forcing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import KVCache, reserve, usage
+from kvjax.decoding import prefill
+from kvjax.decoding.chunk import DecodeState, decode_token
+from kvjax.models.decoder import Decoder
+from kvjax.models.layers import rms_norm
+from kvjax.recipes import Recipe
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What the rows hold: see ``kvjax.decoding.chunk.ChunkOutput``."""
+
+    length: Int[Array, " B"]
+    slots: Int[Array, "B L C"]
+    pages: Int[Array, "B L C"]
+    crowded: Int[Array, " B"]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("width", "recipe", "with_layers"), donate_argnames=("state",)
+)
+def force_chunk(
+    model: Decoder,
+    state: DecodeState,
+    tokens: Int[Array, "N B"],
+    *,
+    width: int | None,
+    recipe: Recipe,
+    with_layers: bool = False,
+) -> tuple[DecodeState, Float[Array, "N B V"], Float[Array, "N L B Hq D"] | None, Held]:
+    """``decode_chunk``, but for where the tokens come from: one step for each of ``tokens``.
+
+    Args:
+        state: donated. ``left`` says how many of the tokens are real; ``token`` is not looked at.
+        width: as for ``decode_chunk``.
+        with_layers: whether every layer's attention output is returned too.
+
+    Returns:
+        The state, the float32 logits after every token, the outputs, and what the rows hold.
+    """
+    ahead = jnp.minimum(state.left, len(tokens))
+    state = dataclasses.replace(state, cache=reserve(state.cache, state.cache.length + ahead))
+
+    def step(state, token):
+        tap = [] if with_layers else None
+        active = state.left > 0
+        logits, cache = decode_token(model, state.cache, token, active, width, recipe, tap)
+        left = jnp.maximum(state.left - 1, 0)
+        finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
+        layers = None if tap is None else jnp.stack(tap)
+        return DecodeState(cache, token, left, finite), (logits, layers)
+
+    state, (logits, layers) = jax.lax.scan(step, state, tokens)
+    return state, logits, layers, held(state.cache)
+
+
+def force_together(
+    model: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    select: Bool[Array, " B"],
+    seed: int,
+    *,
+    recipe: Recipe,
+) -> tuple[KVCache, Float[Array, "B T E"], Held]:
+    """``force_chunk`` and the maintenance after it, but for a chunk's tokens all at once.
+
+    What a token attends to, what leaves the recent window and what is selected from are the same;
+    so are the results, up to rounding. A pass over the weights serves all the tokens.
+
+    Args:
+        cache: its layers are donated.
+        tokens: right-padded token ids.
+        count: how many of them belong to each row.
+        select: rows in which tokens are selected after these.
+
+    Returns:
+        The cache, the hidden states after the final norm, and what the rows hold.
+    """
+    config, layers = model.config, []
+    x, angles, rows = prefill._begin(
+        model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
+    )
+    # These tokens are no prompt.
+    rows = dataclasses.replace(rows, prompt=cache.prompt, select=select)
+    crowded = cache.crowded
+    of_layer = prefill.policies(recipe, config)
+    for index, (module, layer) in enumerate(zip(model.layers, cache.layers, strict=True)):
+        x, layer, crowded = prefill._read(
+            module,
+            layer,
+            x,
+            angles,
+            rows,
+            crowded,
+            np.int32(index),
+            config=config,
+            recipe=recipe,
+            policy=of_layer[index],
+            window=config.windows[index],
+        )
+        layers.append(layer)
+    cache = KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
+    return cache, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)
+
+
+@functools.partial(jax.jit, static_argnames=("eps",))
+def _normed(x, norm, *, eps: float):
+    return rms_norm(x, norm[...], eps)
+
+
+@jax.jit
+def held(cache: KVCache) -> Held:
+    # Numbers of its own: the cache's are in use again by the time that these are read.
+    return Held(cache.length + 0, *usage(cache), cache.crowded + 0)

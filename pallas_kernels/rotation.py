@@ -1,0 +1,51 @@
+"""A fixed orthogonal rotation of the head dimension.
+
+It spreads every channel over all others, so that a token's numbers are of similar size and one
+scale serves them all. Products of rotated vectors are those of the vectors themselves.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.einsum import einsum_float32
+
+
+@functools.cache
+def rotation(head_dim: int) -> np.ndarray:
+    """The orthogonal float32 [D, D] matrix that vectors are multiplied by from the right.
+
+    For a power of two, Sylvester's Hadamard matrix over ``sqrt(D)``. For ``D = 2**a * m`` with an
+    odd ``m``, the Kronecker product of the one for ``2**a`` and the orthonormal DCT-II of size
+    ``m``, which exists for every ``m`` and whose entries are of similar size, too. The array is
+    shared and cannot be written to.
+    """
+    odd = head_dim // (head_dim & -head_dim)
+    hadamard = np.ones((1, 1))
+    while hadamard.shape[0] * odd < head_dim:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    matrix = np.kron(hadamard / math.sqrt(len(hadamard)), _dct(odd)).astype(np.float32)
+    matrix.flags.writeable = False
+    return matrix
+
+
+def _dct(size: int) -> np.ndarray:
+    """The orthonormal DCT-II, one frequency a column."""
+    time, frequency = np.arange(size)[:, None], np.arange(size)[None]
+    waves = np.cos(np.pi * (2 * time + 1) * frequency / (2 * size))
+    return waves * np.where(frequency == 0, math.sqrt(1 / size), math.sqrt(2 / size))
+
+
+def rotate(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
+    """``x @ rotation(D)``, in float32."""
+    matrix = jnp.asarray(rotation(x.shape[-1]))
+    return einsum_float32("...d,de->...e", x.astype(jnp.float32), matrix)
+
+
+def unrotate(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
+    """What ``rotate`` made ``x`` of: ``x @ rotation(D).T``, in float32."""
+    matrix = jnp.asarray(rotation(x.shape[-1]))
+    return einsum_float32("...e,de->...d", x.astype(jnp.float32), matrix)

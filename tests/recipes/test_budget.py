@@ -1,0 +1,179 @@
+"""What every recipe that evicts must keep to, whatever it selects."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import recipes
+from kvjax.errors import UsageError
+from tests.decoding import small
+
+EVICTING = ("streaming", "random", "h2o", "tova", "snapkv", "snapkv_decode", "rkv")
+NEW = 48
+OPTIONS = {"page_size": 16, "sinks": 4, "recent": 16}
+
+
+def made(name: str, **options):
+    if name in ("rkv", "snapkv_decode"):
+        options = {"every": 16} | options
+    return recipes.METHODS[name](**(OPTIONS | options))
+
+
+def decode(lm, prompts, recipe, new=NEW, **options):
+    return kvjax.generate(
+        lm,
+        prompts,
+        recipe=recipe,
+        max_new_tokens=new,
+        stop_ids=(),
+        repetition_stop=False,
+        **options,
+    )
+
+
+def tokens(results) -> list[tuple[int, ...]]:
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("rkv", "int4"), ("h2o", "bf16"), ("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8")],
+)
+def test_a_row_does_not_feel_its_neighbours(name, codec):
+    """Alone, beside others and at another place, with and without their padding."""
+    lm = small.lm()
+    recipe = made(name, codec=codec, budget=40)
+    prompts = small.prompts([70, 33, 9])
+    together = tokens(decode(lm, prompts, recipe))
+    assert tokens(decode(lm, prompts[::-1], recipe)) == together[::-1]
+    assert tokens(decode(lm, [prompts[1]], recipe)) == [together[1]]
+
+
+@pytest.mark.parametrize("name", [*EVICTING, "uniform"])
+def test_a_budget_above_the_length_changes_nothing(name):
+    lm = small.lm()
+    prompts = small.prompts([40, 21])
+    recipe = made(name, **({} if name == "uniform" else {"budget": 400}), codec="bf16")
+    results = decode(lm, prompts, recipe)
+    assert tokens(results) == tokens(decode(lm, prompts, recipes.full(16)))
+    assert [result.report["kv"]["evictions"] for result in results] == [0, 0]
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_smaller_budget_holds_less_and_says_something_else(name):
+    lm = small.lm()
+    prompts = small.prompts([90])
+    held, said, owned = [], set(), []
+    for budget in (36, 64, 90):
+        [result] = decode(lm, prompts, made(name, budget=budget))
+        kv = result.report["kv"]
+        held.append(kv["live_tokens"]["end"])
+        owned.append(kv["bytes"]["total_live"])
+        said.add(result.tokens)
+        if name != "snapkv":  # which keeps all that it decodes
+            assert kv["live_tokens"]["max"] <= budget + 16 + 16
+    assert held == sorted(set(held)) and owned == sorted(set(owned))
+    assert len(said) > 1
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.3, 0.99])
+@pytest.mark.parametrize("name", ["h2o", "rkv"])
+def test_shares_of_short_prompts_leave_something(name, budget):
+    lm = small.lm()
+    prompts = small.prompts([1, 2, 3])
+    results = decode(lm, prompts, made(name, budget=budget), new=20)
+    assert [result.finish_reason for result in results] == ["length"] * 3
+    for result in results:
+        assert result.report["kv"]["live_tokens"]["min"] >= 1
+
+
+def test_a_protected_prompt_stays_whole():
+    lm = small.lm()
+    prompts = small.prompts([60])
+    recipe = made("random", budget=90, protect_prompt=True, codec="bf16")
+    [result] = decode(lm, prompts, recipe, new=80)
+    [free] = decode(lm, prompts, made("random", budget=90, codec="bf16"), new=80)
+    assert result.report["kv"]["evictions"] == free.report["kv"]["evictions"] > 0
+    assert result.tokens != free.tokens
+    with pytest.raises(UsageError, match=r"prompt of 60 tokens.* pass 81"):
+        decode(lm, prompts, made("random", budget=80, protect_prompt=True))
+
+
+def test_layers_that_are_skipped_keep_all():
+    lm = small.lm()
+    recipe = made("streaming", budget=40, skip_layers=(0, -1))
+    [result] = decode(lm, small.prompts([60]), recipe)
+    held = [layer["live_tokens"] for layer in result.report["kv"]["per_layer"]]
+    assert held[0] == held[-1] == 60 + NEW - 1
+    assert held[1] <= 40 + 16
+
+
+def test_codecs_by_layer():
+    lm = small.lm()
+    recipe = recipes.uniform("int4", layer_codecs=((0, "int8"), (-1, "bf16")))
+    [result] = decode(lm, small.prompts([60]), recipe, new=20)
+    layers = [layer["codec"] for layer in result.report["kv"]["per_layer"]]
+    assert layers == ["int8", "int4", "bf16"]
+    with pytest.raises(UsageError, match="layer 3, and the model has 3"):
+        decode(lm, small.prompts([9]), recipes.uniform("int4", layer_codecs=((3, "int8"),)))
+
+
+def test_a_model_with_a_key_bias_is_safe_without_being_told():
+    lm = small.lm("qwen2")
+    [result] = decode(lm, small.prompts([40]), recipes.uniform("int4"), new=20)
+    layers = [layer["codec"] for layer in result.report["kv"]["per_layer"]]
+    assert layers[0] == "int8" and set(layers[1:]) == {"int4"}
+
+
+def test_phases():
+    """A model without thinking has an answer alone."""
+    lm = small.lm()
+    prompts = small.prompts([60])
+    [only] = decode(lm, prompts, made("streaming", budget=40, compress=("prompt",)))
+    assert only.report["kv"]["live_tokens"]["end"] == 40 + NEW - 1
+    [never] = decode(lm, prompts, made("streaming", budget=100, compress=("think",)))
+    assert never.tokens == decode(lm, prompts, recipes.full(16))[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 20}, r"budget 20 .* pass 21"),
+        ({"budget": 0.0}, "share between 0 and 1"),
+        ({"budget": 1.5}, "share between 0 and 1"),
+        ({"budget": None}, "share between 0 and 1"),
+        ({"every": 24}, "pass 32"),
+        ({"codec": "nvfp4"}, "shares scales among tokens"),
+        ({"codec": "int3"}, "no codec is named 'int3'"),
+        ({"page_size": 12}, "power of two"),
+        ({"sinks": -1}, "sinks"),
+        ({"compress": ("prompts",)}, "prompts"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_made(options, message):
+    with pytest.raises(UsageError, match=message):
+        recipes.h2o(**(OPTIONS | {"budget": 64} | options))
+
+
+def test_groups_that_fit_neither_page_nor_head_are_refused():
+    lm, prompts = small.lm(), small.prompts([9])
+    with pytest.raises(UsageError, match="multiple of the 8 tokens"):
+        decode(lm, prompts, recipes.uniform("kivi4-g8", page_size=4), new=2)
+    with pytest.raises(UsageError, match="16 channels, which must divide .* head size of 8"):
+        decode(lm, prompts, recipes.uniform("nvfp4"), new=2)
+
+
+def test_groups_of_tokens_leave_the_recent_window_together():
+    [result] = decode(small.lm(), small.prompts([50]), recipes.kivi("kivi4-g8", window=12))
+    assert result.finish_reason == "length"
+    kv = result.report["kv"]
+    assert kv["live_tokens"]["end"] == kv["logical_tokens"] == 50 + NEW - 1
+
+
+def test_random_draws_by_its_seed():
+    lm = small.lm()
+    prompts = small.prompts([90])
+    recipe = made("random", budget=40)
+    first, again, other = (decode(lm, prompts, recipe, seed=seed)[0].tokens for seed in (1, 1, 2))
+    assert first == again != other
+    assert np.unique(first).size > 1
