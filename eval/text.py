@@ -19,9 +19,7 @@ def small_model() -> kvjax.LanguageModel:
     return kvjax.load(path, dtype="float32")
 
 
-def rows_of_text(
-    lm: kvjax.LanguageModel, path: pathlib.Path, rows: int, tokens: int
-) -> np.ndarray:
+def rows_of_text(lm: kvjax.LanguageModel, path: pathlib.Path, rows: int, tokens: int) -> np.ndarray:
     """The file's first ``rows * tokens`` tokens, one row after the other."""
     text = path.read_text(encoding="utf-8")[: rows * tokens * CHARACTERS]
     ids = lm.tokenizer.encode(text)

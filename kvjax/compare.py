@@ -120,12 +120,18 @@ class Comparison:
         first = f"after {min(apart):,} tokens, in {len(apart)} of {count} rows" if apart else "none"
         lines = [
             ("method", ", ".join(method)),
-            ("tokens", f"{count} rows of {self.tokens:,}, the first {self.prompt_tokens:,} a prompt"),
+            (
+                "tokens",
+                f"{count} rows of {self.tokens:,}, the first {self.prompt_tokens:,} a prompt",
+            ),
             ("KL", f"{self.kl_mean:.3g} nats, 99 % below {self.kl_p99:.3g}"),
             ("same top token", f"{self.top1_agreement:.2%}"),
             ("first divergence", first),
             ("perplexity", f"{self.perplexity:.4g} (full {self.perplexity_full:.4g})"),
-            ("live tokens", f"{self.live_tokens['mean']:,.0f}, at the end {self.live_tokens['end']:,.0f}"),
+            (
+                "live tokens",
+                f"{self.live_tokens['mean']:,.0f}, at the end {self.live_tokens['end']:,.0f}",
+            ),
             (
                 "bytes a row",
                 f"{size(round(self.bytes['peak']))} at the peak, {self.ratio['peak']:.3f} of bf16 "
@@ -139,12 +145,59 @@ class Comparison:
         return lines
 
 
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A pass over tokens without a cache; one serves any number of comparisons on these tokens.
+
+    Attributes:
+        ids: the tokens.
+        prompt_tokens: how many of the first are a prompt.
+        hidden: hidden states from which each token after the prompt is predicted, position first.
+        outputs: attention outputs of every layer at the tokens that are fed, if asked for.
+    """
+
+    ids: np.ndarray
+    prompt_tokens: int
+    hidden: Float[Array, "N B E"]
+    outputs: tuple[Float[Array, "B S Hq D"], ...] | None
+
+
+def reference(
+    lm: LanguageModel, tokens, *, prompt_tokens: int, per_layer: bool = False
+) -> Reference:
+    """Read tokens without a cache, for ``compare``, whose arguments these are.
+
+    Raises:
+        UsageError: tokens or ``prompt_tokens`` cannot be used.
+        CapacityError: the rows exceed the model's context.
+    """
+    config, model = lm.config, lm.model
+    ids = _check_tokens(tokens, config.vocab_size, config.context_length)
+    if not 0 < prompt_tokens < ids.shape[1]:
+        raise UsageError(
+            f"prompt_tokens must leave at least one of {ids.shape[1]} tokens to score, "
+            f"got {prompt_tokens}"
+        )
+    fed = jnp.asarray(ids[:, :-1])
+    positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32)[None], fed.shape)
+    x, angles = _embed(model.embed, fed, positions, config=config)
+    outputs = []
+    for layer, window in zip(model.layers, config.windows, strict=True):
+        x, out = _layer(layer, x, angles, positions, scale=config.scale, window=window)
+        if per_layer:
+            outputs.append(out[:, prompt_tokens:])
+    hidden = _norm(model.norm, x[:, prompt_tokens - 1 :], eps=config.rms_norm_eps)
+    return Reference(
+        ids, prompt_tokens, hidden.swapaxes(0, 1), tuple(outputs) if per_layer else None
+    )
+
+
 def compare(
     lm: LanguageModel,
-    tokens: Sequence[int] | Sequence[Sequence[int]],
+    tokens: Sequence[int] | Sequence[Sequence[int]] | Reference,
     *,
     recipe: Recipe,
-    prompt_tokens: int,
+    prompt_tokens: int | None = None,
     seed: int = 0,
     per_layer: bool = False,
     by_tick: bool = False,
@@ -161,9 +214,10 @@ def compare(
 
     Args:
         lm: what ``kvjax.load`` returned.
-        tokens: token ids, of one row or of several equally long ones, which are read together.
+        tokens: token ids, of one row or of several equally long ones, which are read together; or
+            what ``reference`` made of them, where several recipes are compared.
         recipe: how the cache is kept.
-        prompt_tokens: how many of the first tokens are a prompt.
+        prompt_tokens: how many of the first tokens are a prompt; a ``Reference`` knows it.
         seed: of selectors that draw.
         per_layer: measure the error of every layer's attention output too.
         by_tick: read the tokens of a tick together. The same up to rounding (which may decide
@@ -174,17 +228,22 @@ def compare(
         UsageError: tokens or ``prompt_tokens`` cannot be used, or ``per_layer`` with ``by_tick``.
         CapacityError: the rows exceed the model's context or the memory.
     """
-    ids = _check_tokens(tokens, lm.config.vocab_size, lm.config.context_length)
-    rows, total = ids.shape
-    if not 0 < prompt_tokens < total:
-        raise UsageError(
-            f"prompt_tokens must leave at least one of {total} tokens to score, got {prompt_tokens}"
-        )
     if per_layer and by_tick:
         raise UsageError("per_layer looks into single steps: leave out by_tick")
-    expected, outputs = _uncompressed(lm, ids, prompt_tokens, per_layer)
+    if not isinstance(tokens, Reference):
+        if prompt_tokens is None:
+            raise UsageError("prompt_tokens says how many of the tokens are a prompt: pass it")
+        tokens = reference(lm, tokens, prompt_tokens=prompt_tokens, per_layer=per_layer)
+    if prompt_tokens not in (None, tokens.prompt_tokens):
+        raise UsageError(
+            f"the reference has a prompt of {tokens.prompt_tokens} tokens, and {prompt_tokens=}"
+        )
+    if per_layer and tokens.outputs is None:
+        raise UsageError("per_layer needs a reference that was made with it")
+    ids, prompt_tokens = tokens.ids, tokens.prompt_tokens
+    rows, total = ids.shape
     planned = _plan(lm, recipe, rows, prompt_tokens, total)
-    scores = _Scores(lm, ids, prompt_tokens, planned, expected, outputs)
+    scores = _Scores(lm, tokens, planned)
     cache, logits = _read_prompt(lm, ids[:, :prompt_tokens], planned, recipe, seed)
     scores.add(logits[None], held(cache))
     compressing = _Phases(lm, ids, prompt_tokens, recipe)
@@ -322,9 +381,9 @@ class _Phases:
 class _Scores:
     """Collects what each tick of tokens says about the two runs."""
 
-    def __init__(self, lm, ids, prompt, planned, expected, outputs):
-        self._lm, self._ids, self._prompt = lm, ids, prompt
-        self._expected, self._outputs = expected, outputs
+    def __init__(self, lm: LanguageModel, expected: Reference, planned: Plan):
+        self._lm, self._ids, self._prompt = lm, expected.ids, expected.prompt_tokens
+        self._expected, self._outputs = expected.hidden, expected.outputs
         self._parts: list[dict[str, Array]] = []
         self._held: list[dict[str, np.ndarray]] = []
         self._errors: list[tuple[Array, Array]] = []
@@ -393,23 +452,6 @@ class _Scores:
 
 def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.fmean(row[key] for row in rows) for key in rows[0]}
-
-
-def _uncompressed(
-    lm: LanguageModel, ids: np.ndarray, prompt: int, outputs: bool
-) -> tuple[Float[Array, "N B E"], list[Float[Array, "B S Hq D"]]]:
-    """Hidden states before every scored token; and attention outputs at every fed token's."""
-    config, model = lm.config, lm.model
-    tokens = jnp.asarray(ids[:, :-1])
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    x, angles = _embed(model.embed, tokens, positions, config=config)
-    kept = []
-    for layer, window in zip(model.layers, config.windows, strict=True):
-        x, out = _layer(layer, x, angles, positions, scale=config.scale, window=window)
-        if outputs:
-            kept.append(out[:, prompt:])
-    hidden = _norm(model.norm, x[:, prompt - 1 :], eps=config.rms_norm_eps)
-    return hidden.swapaxes(0, 1), kept
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -37,8 +37,12 @@ class Recipe:
         every: decode steps between two selections; 0 selects only while the prompt is read.
         compress: in which phases tokens are selected at all.
         skip_layers: layers (from the end if negative) whose tokens all stay.
-        positions: "original", or "contiguous": queries see the sinks right before the recent tokens,
-            as if nothing had been between them (for ``streaming``).
+        positions: "original", or "contiguous": queries see the sinks right before the recent
+            tokens, as if nothing had been between them (for ``streaming``).
+        when_full: what happens to tokens that find no slot in their class: "end" ends the row as
+            ``cache_full``, "evict" makes room by evicting the class's oldest tokens, "next" puts
+            them into the next class. The planner gives every class all that it can need, so that
+            this is for classes that are smaller.
         window: the last tokens that are kept as they were made.
         tick: decode steps after which the oldest of them are coded and stored.
     """
@@ -56,6 +60,7 @@ class Recipe:
     compress: tuple[Literal["prompt", "think", "answer"], ...] = PHASES
     skip_layers: tuple[int, ...] = ()
     positions: Literal["original", "contiguous"] = "original"
+    when_full: Literal["end", "evict", "next"] = "end"
     window: int = 16
     tick: int = 16
 
@@ -84,8 +89,8 @@ class Recipe:
             return
         if self.every % self.tick:
             raise UsageError(
-                f"every {self.every} must be a multiple of the {self.tick} steps after which tokens "
-                f"are stored: pass {math.ceil(self.every / self.tick) * self.tick}"
+                f"every {self.every} must be a multiple of the {self.tick} steps after which "
+                f"tokens are stored: pass {math.ceil(self.every / self.tick) * self.tick}"
             )
         for codec in codecs:
             if codec.group > 1:
@@ -225,7 +230,7 @@ def parse(method: str, **given: Any) -> Recipe:
 
     Args:
         method: a name of ``METHODS``.
-        **given: fields of ``Recipe``; None is not given. Texts are read for ``codec`` ("4", "k4v2"),
+        **given: fields of ``Recipe``; None is not given. Texts are read for ``codec`` ("k4v2"),
             ``layer_codecs`` ("0:8,*:4"), ``selector`` (a name of ``SELECTORS``), ``budget`` ("256"
             or "0.25"), ``compress`` ("think,answer") and ``skip_layers`` ("0,-1").
 

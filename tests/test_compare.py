@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import recipes
 from kvjax import compare as comparing
-from kvjax.compare import Comparison, compare
+from kvjax import recipes
+from kvjax.compare import Comparison, compare, reference
 from kvjax.decoding import chunk
 from kvjax.errors import UsageError
+from kvjax.models import decoder
 from tests.decoding import small
 
 PROMPT, TOKENS = 40, 96
@@ -24,9 +25,7 @@ def texts(rows: int = 2, tokens: int = TOKENS) -> list[list[int]]:
 
 
 def run(recipe, model: str = "llama", rows: int = 2, **options) -> Comparison:
-    return compare(
-        small.lm(model), texts(rows), recipe=recipe, prompt_tokens=PROMPT, **options
-    )
+    return compare(small.lm(model), texts(rows), recipe=recipe, prompt_tokens=PROMPT, **options)
 
 
 def same(found: Comparison) -> bool:
@@ -77,7 +76,7 @@ def test_scores_are_those_of_the_distributions():
     full = np.asarray(kvjax.forward(lm, tokens), np.float64)[:, PROMPT - 1 : -1]
     ours = full + rng.normal(size=full.shape)
     p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (full, ours))
-    expected, _ = comparing._uncompressed(lm, tokens, PROMPT, False)
+    expected = reference(lm, tokens, prompt_tokens=PROMPT).hidden
     given = jnp.asarray(tokens[:, PROMPT:].T)
     logits = jnp.asarray(ours.swapaxes(0, 1), jnp.float32)
     got = comparing._score(lm.model, expected, logits, given)
@@ -100,11 +99,20 @@ def test_what_is_reported_is_of_the_single_positions():
 def test_fewer_bits_are_further_away():
     found = [run(recipes.uniform(codec, **SMALL)) for codec in ("int8", "int4", "int2")]
     kl = [one.kl_mean for one in found]
-    assert 1e-9 < kl[0] < 1e-3 and 3 * kl[0] < kl[1] and 3 * kl[1] < kl[2]
+    assert 1e-9 < kl[0] < 1e-2 and 3 * kl[0] < kl[1] and 3 * kl[1] < kl[2]
     assert all(one.bytes["end"] < found[0].bytes["full_bf16"] * 2 for one in found)
 
 
-@pytest.mark.parametrize("method", sorted(recipes.METHODS))
+QUICK = ("uniform", "kivi", "streaming", "h2o", "snapkv_decode")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in recipes.METHODS
+    ],
+)
 def test_a_tick_at_once_is_the_same_as_token_by_token(method):
     """Also where tokens are evicted in between."""
     options = {}
@@ -125,7 +133,7 @@ def test_a_tick_at_once_is_the_same_as_token_by_token(method):
 
 
 @pytest.mark.parametrize("by_tick", [False, True], ids=["by token", "by tick"])
-@pytest.mark.parametrize("codec", ["int4", "bf16"])
+@pytest.mark.parametrize("codec", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_row_is_the_same_alone(codec, by_tick):
     recipe = recipes.streaming(codec=codec, budget=24, **SMALL, every=4)
     lm, tokens = small.lm(), texts()
@@ -156,13 +164,11 @@ def mutable():
     jax.clear_caches()
 
 
-def later(attention):
-    """Queries of the next position."""
+def other_channels(append):
+    def turned(layer, k, *rest):
+        return append(layer, jnp.roll(k, 1, -1), *rest)
 
-    def append(layer, k, v, positions, keep, *rest):
-        return attention(layer, jnp.roll(k, 1, -1), v, positions, keep, *rest)
-
-    return append
+    return turned
 
 
 def other_head(attention):
@@ -174,22 +180,22 @@ def other_head(attention):
 
 def next_position(rotation):
     def late(positions, *args):
-        return rotation(positions + 3, *args)
+        return rotation(positions + 1, *args)
 
     return late
 
 
 @pytest.mark.usefixtures("mutable")
-@pytest.mark.parametrize("mutant", ["head", "position", "key"])
+@pytest.mark.parametrize(
+    "mutant", ["head", "position", pytest.param("key", marks=pytest.mark.slow)]
+)
 def test_faults_are_seen(mutant, monkeypatch):
     """Each in decoding alone, on a recipe that is exact without it."""
     if mutant == "head":
         monkeypatch.setattr(chunk, "paged_attention", other_head(chunk.paged_attention))
     elif mutant == "key":
-        monkeypatch.setattr(chunk, "append", later(chunk.append))
+        monkeypatch.setattr(chunk, "append", other_channels(chunk.append))
     else:
-        from kvjax.models import decoder
-
         monkeypatch.setattr(decoder, "rotation", next_position(decoder.rotation))
     found = run(ALL["bf16"], rows=1)
     assert not same(found) and found.kl_mean > 1e-4
@@ -218,3 +224,15 @@ def test_what_cannot_be_compared_is_refused():
         compare(small.lm(), [[1, 2, 3], [1]], recipe=ALL["full"], prompt_tokens=1)
     with pytest.raises(UsageError, match="by_tick"):
         run(ALL["full"], per_layer=True, by_tick=True)
+
+
+def test_one_reference_serves_many():
+    once = reference(small.lm(), texts(), prompt_tokens=PROMPT)
+    for recipe in (ALL["full"], recipes.uniform("int2", **SMALL)):
+        found = compare(small.lm(), once, recipe=recipe, by_tick=True)
+        assert found == run(recipe, by_tick=True)
+    for wrong in ({"prompt_tokens": PROMPT + 1}, {"per_layer": True}):
+        with pytest.raises(UsageError, match="reference"):
+            compare(small.lm(), once, recipe=ALL["full"], **wrong)
+    with pytest.raises(UsageError, match="prompt_tokens"):
+        compare(small.lm(), texts(), recipe=ALL["full"])

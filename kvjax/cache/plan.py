@@ -97,8 +97,8 @@ class Plan:
                 lines.append(
                     (
                         f"{_counted(alike, 'layer')}, {what}",
-                        f"{_counted(part.pages_per_head, 'page')} a KV head of {part.page_size} slots of "
-                        f"{slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
+                        f"{_counted(part.pages_per_head, 'page')} a KV head of {part.page_size} "
+                        f"slots of {slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
                     )
                 )
         held = shape.nbytes / shape.rows / self.tokens

@@ -7,20 +7,6 @@ from typing import Literal
 from kvjax.command.options import make_parser, option
 from kvjax.errors import UsageError
 
-# Written out, since the names' own module needs JAX.
-Method = Literal[
-    "full",
-    "uniform",
-    "kivi",
-    "streaming",
-    "random",
-    "h2o",
-    "tova",
-    "snapkv",
-    "snapkv_decode",
-    "rkv",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -68,9 +54,22 @@ class DecodeConfig:
     stop: tuple[str, ...] = option(
         (), "end an answer where this text begins; may be given several times"
     )
-    method: Method | None = option(
-        None, "how the cache is kept; docs/command.md has what each does (default: full)"
-    )
+    # Written out, since the module that has the recipes needs JAX.
+    method: (
+        Literal[
+            "full",
+            "uniform",
+            "kivi",
+            "streaming",
+            "random",
+            "h2o",
+            "tova",
+            "snapkv",
+            "snapkv_decode",
+            "rkv",
+        ]
+        | None
+    ) = option(None, "how the cache is kept; docs/command.md has what each does (default: full)")
     kv_bits: str | None = option(
         None, "codec of the tokens: 8, 4, 2, k4v2, fp8, nvfp4, ternary, kivi2, ...", joined=True
     )
@@ -98,9 +97,7 @@ class DecodeConfig:
     compress_every: int | None = option(
         None, "tokens between two evictions; 0: only while the prompt is read", minimum=0
     )
-    skip_layers: str | None = option(
-        None, "layers whose tokens all stay: 0,-1", joined=True
-    )
+    skip_layers: str | None = option(None, "layers whose tokens all stay: 0,-1", joined=True)
     compress: str | None = option(
         None,
         "where tokens may be evicted (default: prompt,think,answer)",

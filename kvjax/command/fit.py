@@ -68,8 +68,8 @@ def _fitting(config: DecodeConfig, outlined: Outline) -> Recipe:
     needed = math.ceil((geometry.nbytes + weights) / 2**20)
     raise CapacityError(
         f"--fit {config.fit}: {geometry.rows} rows of {smallest.tokens} tokens need at least "
-        f"{size(geometry.nbytes)} of cache ({described(smallest.recipe)}) beside {size(weights)} of "
-        f"weights: pass --fit {needed}MiB, a smaller --batch-size or --max-new-tokens, or "
+        f"{size(geometry.nbytes)} of cache ({described(smallest.recipe)}) beside {size(weights)} "
+        f"of weights: pass --fit {needed}MiB, a smaller --batch-size or --max-new-tokens, or "
         "--dtype bfloat16"
     )
 

@@ -204,7 +204,8 @@ def parse[Table](
         The options, and what ``argv`` gave for the parser's other flags.
     """
     known = entries(table)
-    given = vars(parser.parse_args(_negatives_joined(sys.argv[1:] if argv is None else argv, known)))
+    words = sys.argv[1:] if argv is None else argv
+    given = vars(parser.parse_args(_negatives_joined(words, known)))
     flags = {
         name: tuple(value) if known[name].type is tuple else value
         for name, value in given.items()

@@ -45,8 +45,8 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
     """The outline of a run.
 
     Raises:
-        KvjaxError: the model's configuration or tokenizer cannot be read, or the only prompt, unless
-            it comes from a file of prompts.
+        KvjaxError: the model's configuration or tokenizer cannot be read, or the only prompt,
+            unless it comes from a file of prompts.
     """
     lm = shape_of_model(config)
     # How tokens are chosen, and what becomes of them, makes no difference to a prompt's length.

@@ -153,15 +153,14 @@ def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
     decoding = recipe.every and {"think", "answer"} & set(recipe.compress)
     if decoding or not recipe.spares_prompt:
         return
-    if config.protect_prompt:
-        given = "--protect-prompt"
-    else:
-        given = f"--compress {config.compress}"
+    given = "--protect-prompt" if config.protect_prompt else f"--compress {config.compress}"
+    if recipe.every:
+        raise UsageError(
+            f"{given} leaves nothing to evict with --compress {config.compress}: drop one of them"
+        )
     raise UsageError(
-        f"{given} leaves nothing to evict, since method {recipe.name} evicts only prompts here: "
-        "drop it, or pass another --method"
-        if not recipe.every
-        else f"{given} leaves nothing to evict with --compress {config.compress}: drop one of them"
+        f"{given} leaves nothing to evict, since {recipe.name} evicts only from prompts here: drop "
+        "it, or let it evict while decoding (--compress-every, or --method snapkv_decode)"
     )
 
 

@@ -11,8 +11,8 @@ from kvjax.command.errors import ROWS_FAILED
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
-from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.outline import outline
+from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
 from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock

@@ -95,13 +95,36 @@ def settle(
         kept, keep = _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass)
         for c, mask in enumerate(kept, 1):
             layer = evict(layer, c, mask)
-    out = (pos < rows.leaving[:, None])[:, None]
-    crowded = jnp.zeros(rows.length.shape, jnp.int32)
-    for c in range(1, len(layer.pools)):
-        mine = keep & out & _belongs(policy, c, pos)[:, None]
-        layer, placed = store(layer, c, k, v, pos, mine, mass)
-        crowded += (mine & ~placed).sum((1, 2), dtype=jnp.int32)
+    out = keep & (pos < rows.leaving[:, None])[:, None]
+    layer, crowded = _place(layer, recipe, policy, pos, k, v, mass, out)
     return _renew(layer, rows, incoming), crowded
+
+
+def _place(layer, recipe, policy, pos, k, v, mass, out):
+    """Store tokens in their classes; where one is full, the recipe says what gives way."""
+    crowded = jnp.zeros(len(pos), jnp.int32)
+    left = jnp.zeros(out.shape, bool)
+    for c in range(1, len(layer.pools)):
+        mine = out & _belongs(policy, c, pos)[:, None]
+        if recipe.when_full == "next":
+            mine |= left
+        layer, placed = store(layer, c, k, v, pos, mine, mass)
+        left = mine & ~placed
+        crowded += left.sum((1, 2), dtype=jnp.int32)
+        if recipe.when_full == "evict":
+            layer = _make_room(layer, c, recipe.sinks, left.sum(-1, dtype=jnp.int32))
+            layer, _ = store(layer, c, k, v, pos, left, mass)
+    return layer, crowded
+
+
+def _make_room(layer: LayerCache, index: int, sinks: int, count: Int[Array, "B Hkv"]) -> LayerCache:
+    """Evict the oldest ``count`` tokens of every KV head in a class, but for the row's first."""
+    pool, table = layer.pools[index], layer.tables[index]
+    pos = pool.pos[table]
+    movable = (pool.bias[table] > -jnp.inf) & (pos >= sinks)
+    flat = jnp.where(movable, pos, jnp.iinfo(jnp.int32).max).reshape(*count.shape, -1)
+    rank = jnp.argsort(jnp.argsort(flat, -1), -1).reshape(pos.shape)
+    return evict(layer, index, ~(movable & (rank < count[..., None, None])))
 
 
 def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
@@ -204,9 +227,9 @@ def query_positions(recipe: Recipe, length: Int[Array, " B"]) -> Int[Array, "B N
 
 
 def _belongs(policy: Policy, index: int, pos: Int[Array, "B M"]) -> Bool[Array, "B M"]:
-    """Which tokens go to a class."""
+    """Which tokens go to a class: without a class for the first ones, all to the next."""
     if not policy.first:
-        return jnp.ones(pos.shape, bool)
+        return jnp.full(pos.shape, index == 1)
     return pos < policy.first if index == 1 else pos >= policy.first
 
 

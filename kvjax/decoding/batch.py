@@ -66,7 +66,9 @@ class Batch:
                     f"{len(row.tokens)} tokens; try --dtype float32, or check the weights"
                 )
                 text += row.end("error", self.numerical_error)
-            if crowded[i] and row.finish is None:
+            self._log[i].crowded = int(crowded[i])
+            full = crowded[i] and self._options.recipe.when_full == "end"
+            if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:
                 yield Event(

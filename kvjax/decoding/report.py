@@ -35,6 +35,7 @@ class BytesLog:
         self.ratios: list[float] = []
         self.peak_bytes = 0
         self.logical = 0
+        self.crowded = 0
         self.live_bytes = 0
         self.full_bytes = 0
 
@@ -75,6 +76,7 @@ class BytesLog:
                 "end": self.live[-1],
             },
             "evictions": round(self.logical * heads - int(self._slots.sum())),
+            "crowded": self.crowded,
             "bytes": {
                 "codes": round(held["codes"]),
                 "scales": round(held["scales"]),

@@ -63,7 +63,7 @@ class Options:
         if not all(isinstance(token, numbers.Integral) for token in self.stop_ids):
             raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop_texts):
-            raise UsageError(f"stop_texts must be texts that are not empty, got {self.stop_texts!r}")
+            raise UsageError(f"stop_texts must be texts, none empty, got {self.stop_texts!r}")
 
 
 @dataclasses.dataclass(frozen=True)

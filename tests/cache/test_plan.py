@@ -128,7 +128,8 @@ def test_the_lines_of_a_plan():
     assert lines["method"] == "full"
     assert (lines["rows"], lines["tokens a row"]) == ("2", "178")
     assert lines["4 layers, bf16"] == (
-        f"3 pages a KV head of 64 slots of {2 * 16 * 4 + 8} bytes, {1 + 2 * 2 * 3} pages in the pool"
+        f"3 pages a KV head of 64 slots of {2 * 16 * 4 + 8} bytes, "
+        f"{1 + 2 * 2 * 3} pages in the pool"
     )
     # float32 and its metadata against two bytes a number.
     held = shape.nbytes / 2 / 178

@@ -145,7 +145,9 @@ def test_an_answer_ends_before_a_text_that_crosses_tokens_and_chunks(decode, ans
         outcome = decode("-p", "hello", *NEW, "--stop", stop, "--stream")
         assert outcome.out == answered[:at] + "\n"
         return
-    outcome = decode("-p", "hello", *NEW, "--stop", "never there", "--stop", stop, "--format", "json")
+    outcome = decode(
+        "-p", "hello", *NEW, "--stop", "never there", "--stop", stop, "--format", "json"
+    )
     record = json.loads(outcome.out)
     assert record["text"] == answered[:at]
     assert record["finish_reason"] == "stop"
@@ -159,7 +161,7 @@ def test_a_stop_text_needs_a_tokenizer():
 
 
 def test_a_stop_text_is_not_empty(decode):
-    with pytest.raises(kvjax.UsageError, match="stop_texts must be texts that are not empty"):
+    with pytest.raises(kvjax.UsageError, match="stop_texts must be texts, none empty"):
         row_of([], ("a", ""))
     outcome = decode("-p", "a", "--stop", "")
     assert (outcome.code, outcome.err) == (2, "kvjax: --stop must not be empty\n")

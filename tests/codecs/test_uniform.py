@@ -69,6 +69,15 @@ def test_fp8_is_cut_before_the_cast(largest):
     np.testing.assert_allclose(decode(codec, encode(codec, x)), x, rtol=1 / 15)
 
 
+@pytest.mark.parametrize("largest", [448 * 1.45 * 2.0**-24, 1e30])
+def test_fp8_is_cut_where_float16_cannot_hold_the_scale(largest):
+    codec = kv_codec("fp8").k
+    stored = encode(codec, np.array([[largest, 0, 0, -largest]], np.float32))
+    top = 448 * float(stored.scale.item())
+    assert top < largest
+    np.testing.assert_array_equal(decode(codec, stored)[0], [top, 0, 0, -top])
+
+
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("dim", [8, 64, 128])
 def test_at_most_half_a_step(name, dim):
@@ -92,3 +101,13 @@ def test_levels_themselves_are_stored_exactly(name, scale):
     stored = encode(codec, x)
     assert stored.scale.item() == scale
     np.testing.assert_array_equal(decode(codec, stored), x)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_halves_go_to_the_even_level(name):
+    top = int(oracles.LEVELS[name][-1])
+    x = np.array([[top, -top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
+    codec = kv_codec(name).k
+    stored = encode(codec, np.concatenate([x, np.tile(x[:, :2], 28)], 1))
+    assert stored.scale.item() == 1
+    np.testing.assert_array_equal(decode(codec, stored)[0, :8], [top, -top, 0, 2, 2, 0, -2, -2])

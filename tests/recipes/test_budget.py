@@ -159,7 +159,7 @@ def test_groups_that_fit_neither_page_nor_head_are_refused():
     lm, prompts = small.lm(), small.prompts([9])
     with pytest.raises(UsageError, match="multiple of the 8 tokens"):
         decode(lm, prompts, recipes.uniform("kivi4-g8", page_size=4), new=2)
-    with pytest.raises(UsageError, match="16 channels, which must divide .* head size of 8"):
+    with pytest.raises(UsageError, match=r"16 channels, which must divide .* head size of 8"):
         decode(lm, prompts, recipes.uniform("nvfp4"), new=2)
 
 

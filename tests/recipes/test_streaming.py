@@ -1,4 +1,4 @@
-"""Streaming end to end: every token that it chooses is the one of dense attention over what is left.
+"""Streaming end to end: it chooses what dense attention over the tokens left would have chosen.
 
 Its evictions are known beforehand, so nothing here looks into the cache.
 """

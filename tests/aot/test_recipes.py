@@ -1,0 +1,116 @@
+"""What compressing recipes become on a GPU: pools stay where they are.
+
+The attention of coded classes gathers and decodes their pages until there is a kernel for it, so
+that its temporaries are left out here.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax import recipes
+from kvjax.cache import init_cache, plan
+from kvjax.compress.policy import policies
+from kvjax.compress.settle import Rows
+from kvjax.decoding import DecodeState, decode_chunk
+from kvjax.decoding.maintain import _settle
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.recipes import Recipe
+from tests.aot.test_programs import SHAPE, array
+
+pytestmark = pytest.mark.aot
+LAYERS = 2
+CONFIG = ModelConfig.from_hf({**SHAPE, "num_hidden_layers": LAYERS})
+RECIPES = {
+    "uniform": recipes.uniform("int4"),
+    "kivi": recipes.kivi("kivi2"),
+    "streaming": recipes.streaming(budget=4096),
+    "contiguous": recipes.streaming(budget=4096, positions="contiguous", codec="int8"),
+    "h2o": recipes.h2o(budget=4096),
+    "rkv": recipes.rkv(budget=4096, codec="k4v2"),
+}
+
+
+def state_of(recipe: Recipe, rows: int = 2) -> DecodeState:
+    geometry = plan(
+        CONFIG,
+        recipe,
+        batch_size=rows,
+        prompt_tokens=8192,
+        max_new_tokens=128,
+        dtype=jnp.bfloat16,
+        parameter_bytes=0,
+    ).geometry
+    cache = jax.eval_shape(lambda: init_cache(geometry))
+    number, flag = array((rows,), jnp.int32), array((rows,), jnp.bool_)
+    return DecodeState(cache, number, number, flag)
+
+
+def copied(program, pools) -> list[str]:
+    """Copies and transpositions of an array as large as one of the pools'."""
+    sizes = {leaf.size for leaf in jax.tree.leaves(pools) if leaf.size > 2**17}
+    assert sizes
+    return [
+        str(instruction)
+        for instruction in program.module.executed()
+        if instruction.opcode in ("copy", "copy-start", "transpose")
+        and sizes & set(instruction.sizes)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_decode_chunk(h200, name):
+    recipe, state = RECIPES[name], state_of(RECIPES[name])
+    model = nnx.eval_shape(lambda: Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    program = h200.compile(
+        decode_chunk, model, state, None, state.finite, steps=16, stop_ids=(1,), recipe=recipe
+    )
+    assert copied(program, [layer.pools for layer in state.cache.layers]) == []
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    assert program.aliased >= held
+
+
+@pytest.mark.parametrize(
+    ("name", "select"),
+    [("uniform", False), ("kivi", False), ("streaming", True), ("h2o", True), ("rkv", True)],
+)
+def test_maintenance(h200, name, select):
+    recipe, state = RECIPES[name], state_of(RECIPES[name])
+    layer = state.cache.layers[-1]
+    number = state.token
+    rows = Rows(number, number, number, number, number, state.finite, array((), jnp.int32))
+    program = h200.compile(
+        _settle,
+        layer,
+        rows,
+        number,
+        np.int32(1),
+        recipe=recipe,
+        policy=policies(recipe, CONFIG)[-1],
+        scale=CONFIG.scale,
+        window=None,
+        select=select,
+    )
+    assert copied(program, layer.pools) == []
+    assert program.aliased >= sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.pools, layer.tables))
+    )
+    if not recipe.needs_queries:  # those decode the keys that they look at
+        pool = dataclasses.asdict(jax.tree.map(lambda x: x.size * x.dtype.itemsize, layer.pools[1]))
+        assert program.temporary < pool["k"]
+
+
+def test_a_copy_would_be_seen(h200):
+    """A pool that is not donated has to be copied before it is written to."""
+    pool = state_of(RECIPES["uniform"]).cache.layers[0].pools[1]
+
+    def change(pool):
+        return pool.k.at[3].set(0)
+
+    assert copied(h200.compile(jax.jit(change), pool), pool)
+    assert copied(h200.compile(jax.jit(change, donate_argnums=0), pool), pool) == []
