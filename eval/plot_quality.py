@@ -21,10 +21,10 @@ CONTROL = "random"
 def draw_codecs(axes: plt.Axes, record: dict) -> None:
     """Each codec at its payload, with a line to all that a slot holds."""
     for result in record["results"]:
-        if result["codec"] == "bf16":
+        if result["name"] == "bf16":
             continue  # whose KL is rounding
-        grouped = result["codec"] in GROUPED
-        color = CHANGED if result["changes"] else PAPERS if grouped else OURS
+        grouped = result["name"] in GROUPED
+        color = CHANGED if result["ablation"] else PAPERS if grouped else OURS
         payload, slot, kl = result["bits"]["payload"], result["bits"]["slot"], result["kl_mean"]
         axes.plot([payload, slot], [kl, kl], "-", color=color, linewidth=1)
         axes.plot(payload, kl, "o", color=color, markersize=5)

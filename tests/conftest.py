@@ -1,8 +1,11 @@
 """Settings of the whole test run: several CPU devices, no silent casts or broadcasts, and shapes
 that are checked against their annotations."""
 
+import pathlib
+
 import jax
 import jaxtyping
+import pytest
 
 # Where arrays are computed with; elsewhere tests pass wrong types on purpose.
 CHECKED = (
@@ -24,3 +27,12 @@ jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Every compiled program takes a few memory mappings, of which a process may have 65,530."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()

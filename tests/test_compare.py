@@ -54,7 +54,9 @@ def test_what_keeps_all_as_it_was_is_the_same(name, by_tick):
     assert same(found) and found.kl.shape == (2, TOKENS - PROMPT) and found.crowded == 0
 
 
-@pytest.mark.parametrize("model", MODELS[1:])
+@pytest.mark.parametrize(
+    "model", [MODELS[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[2:])]
+)
 def test_whatever_the_model(model):
     assert same(run(ALL["bf16"], model, per_layer=True))
 
@@ -132,7 +134,11 @@ def test_a_tick_at_once_is_the_same_as_token_by_token(method):
     assert one.crowded == other.crowded == 0
 
 
-@pytest.mark.parametrize("by_tick", [False, True], ids=["by token", "by tick"])
+@pytest.mark.parametrize(
+    "by_tick",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["by token", "by tick"],
+)
 @pytest.mark.parametrize("codec", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_row_is_the_same_alone(codec, by_tick):
     recipe = recipes.streaming(codec=codec, budget=24, **SMALL, every=4)

@@ -48,7 +48,7 @@ def append(
     keep: Bool[Array, "B T"],
     mass: Float[Array, "B Hkv T"] | None = None,
 ) -> LayerCache:
-    """Store tokens in the first class, at the slots of their positions, which are reserved already.
+    """Store tokens in the first class, at the slots of their positions, reserved already.
 
     Tokens that are not to be kept (padding, finished rows) go to the scratch page. Of those to be
     kept, no two may be a multiple of the capacity apart.
@@ -75,7 +75,7 @@ def store(
     keep: Bool[Array, "B Hkv T"],
     mass: Float[Array, "B Hkv T"] | None = None,
 ) -> tuple[LayerCache, Bool[Array, "B Hkv T"]]:
-    """Code tokens and put them into free slots of a class: of pages owned already, then of new ones.
+    """Code tokens and put them into free slots of a class: of pages owned, then of new ones.
 
     Args:
         index: the class.
@@ -142,10 +142,12 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
 
 
 def compact(layer: LayerCache, index: int) -> LayerCache:
-    """Move the live slots of each KV head to its first pages, codes byte for byte; free the rest.
+    """Move the live slots of each KV head to its first pages, byte for byte; free the rest.
 
-    For once, after much was evicted: it copies all that the class's tables name. Scales that several
-    slots share cannot move with one of them, so such classes are not for this.
+    For once, after much was evicted: it copies all that the class's tables name.
+
+    Raises:
+        ValueError: slots of the class share scales, which cannot move with one of them.
     """
     pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
     if layer.codecs[index].group > 1:

@@ -26,11 +26,15 @@ ADVERTISED = (
 
 _FLOAT16, _FLOAT8 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float8_e4m3fn)
 _PAPER_GROUP = 16
+_FIELDS = {"mean": "center", "balance": "balance", "rotation": "rotate"}
 _KIVI_GROUP = 32
 
 
 def kv_codec(spec: str) -> KVCodec:
-    """The codec that ``spec`` names.
+    """The codec that ``spec`` names, with what it adds or takes away.
+
+    "+mean", "+balance", "-mean", "-balance" and "-rotation" may follow any name of one scale a
+    token: "int4+mean+balance".
 
     * "bf16" (or "16") stores keys and values in the model's own dtype, whatever that is.
     * "fp8", "int8", "int4", "int2" (or "8", "4", "2") and "k4v2", with any of 2, 4, 8 and 16 bits
@@ -45,6 +49,19 @@ def kv_codec(spec: str) -> KVCodec:
     Raises:
         UsageError: for any other name.
     """
+    name, changes = spec, {}
+    while match := re.fullmatch(r"(.+)([+-])(mean|balance|rotation)", name):
+        name = match[1]
+        changes[_FIELDS[match[3]]] = match[2] == "+"
+    codec = _named(name)
+    if not changes:
+        return codec
+    if not codec.rotate:
+        raise UsageError(f"{spec!r}: only codecs of one scale a token have a basis to change")
+    return dataclasses.replace(codec, name=spec, **changes)
+
+
+def _named(spec: str) -> KVCodec:
     if spec == "fp8":
         return _uniform(spec, *[Codec(spec, spec, 8, scale_dtype=_FLOAT16)] * 2)
     if spec == "nvfp4":
@@ -64,7 +81,8 @@ def kv_codec(spec: str) -> KVCodec:
     raise UsageError(
         f"no codec is named {spec!r}; there are bf16, fp8, int8, int4, int2 (or 16, 8, 4, 2), "
         "k4v2 and the like with 2, 4, 8 or 16 bits each, nvfp4, ternary, ternary-absmax, kivi4, "
-        "kivi2, and kivi2-g64 and the like for another group"
+        "kivi2, kivi2-g64 and the like for another group, and int4+mean, int4+balance, "
+        "int4-rotation and the like for another basis"
     )
 
 

@@ -43,9 +43,9 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
     found = []
     for layer in range(count):
         given = next((spec for index, spec in named if index in (None, layer)), None)
-        codec = _for_model(kv_codec(given or recipe.codec), config)
+        codec = _for_model(given or recipe.codec, config)
         if layer == 0 and given is None and codec.balance and codec.k.bits < 8:
-            codec = _for_model(kv_codec("int8"), config)  # whose keys suffer most from few bits
+            codec = _for_model("int8", config)  # whose keys suffer most from few bits
         keeps = "all"
         if config.windows[layer] is not None:
             keeps = "window"
@@ -69,15 +69,20 @@ def _layer(index: int, count: int, name: str) -> int:
     return index % count
 
 
-def _for_model(codec: KVCodec, config: ModelConfig) -> KVCodec:
-    """Keys with a bias have channels far off zero, which codes of few bits must not pay for."""
+def _for_model(spec: str, config: ModelConfig) -> KVCodec:
+    """Keys with a bias have channels far off zero, which codes of few bits must not pay for.
+
+    A codec whose name says what its basis is stays as it is.
+    """
+    codec = kv_codec(spec)
     for part in (codec.k, codec.v):
         if part.channels and config.head_dim % part.channels:
             raise UsageError(
                 f"codec {codec.name} shares a scale among {part.channels} channels, which "
-                f"must divide the model's head size of {config.head_dim}"
+                f"must divide the model's head size of {config.head_dim}: take a codec with "
+                f"other groups, such as kivi2-g{config.head_dim}"
             )
-    if not codec.rotate:
+    if not codec.rotate or "mean" in spec or "balance" in spec:
         return codec
     biased = config.qkv_bias and codec.k.fmt != "float"
     return dataclasses.replace(codec, center=codec.center or biased, balance=biased)

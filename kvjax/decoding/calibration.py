@@ -33,10 +33,10 @@ def mean(values: list[float]) -> float:
         raise ValueError("no values")
     return sum(values) / len(values)
 
-In 1987 the lighthouse got an electric lamp; its keeper, Ms. Oddny Hansen (born 1931), stayed on as a
-guide. "It blinks by itself now," she said, "but somebody has to tell people why." La lumière se voit
-à trente kilomètres. Das Wasser stieg um 0,8 m. Therefore, let x be the height of the tide at time t;
-then x(t) = a cos(2 pi t / 12.4) + b, and both a and b follow from two measurements.
+In 1987 the lighthouse got an electric lamp; its keeper, Ms. Oddny Hansen (born 1931), stayed on as
+a guide. "It blinks by itself now," she said, "but somebody has to tell people why." La lumière se
+voit à trente kilomètres. Das Wasser stieg um 0,8 m. Therefore, let x be the height of the tide at
+time t; then x(t) = a cos(2 pi t / 12.4) + b, and both a and b follow from two measurements.
 """
 
 

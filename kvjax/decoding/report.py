@@ -132,7 +132,7 @@ def report(
             **{
                 field.name: getattr(options, field.name)
                 for field in dataclasses.fields(options)
-                if field.name not in ("recipe", "stop_ids")
+                if field.name not in ("recipe", "stop_ids", "stop_texts")
             },
         },
     }

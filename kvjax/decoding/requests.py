@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 
-from kvjax.errors import CapacityError, KvjaxError, UsageError
+from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
 
@@ -88,6 +88,7 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
 
     Raises:
         UsageError: an empty prompt, ids out of the vocabulary, messages without a chat template.
+        ModelError: text for a model without a tokenizer.
         CapacityError: a prompt that leaves no room in the model's context.
     """
     if options.stop_texts and lm.tokenizer is None:
@@ -107,6 +108,8 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
 
 
 def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[int]:
+    if isinstance(prompt, Mapping):
+        raise UsageError(f"a prompt of messages must be a list of them, got {prompt!r}")
     if not isinstance(prompt, str) and all(isinstance(token, numbers.Integral) for token in prompt):
         bad = [token for token in prompt if not 0 <= token < lm.config.vocab_size]
         if bad:
@@ -115,7 +118,7 @@ def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[i
             )
         return prompt
     if lm.tokenizer is None:
-        raise UsageError("the model has no tokenizer: pass one, or prompts of token ids")
+        raise ModelError("the model has no tokenizer: name one, or pass prompts of token ids")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UsageError("the prompt is empty: give it at least one word")
@@ -141,8 +144,16 @@ def read_prompts(
     """Every prompt that can be read, and the error of every one that cannot.
 
     Raises:
+        UsageError: ``prompts`` is no list of prompts.
         KvjaxError: the only prompt cannot be read.
     """
+    if isinstance(prompts, str) or not all(
+        isinstance(prompt, Sequence) or hasattr(prompt, "__iter__") for prompt in prompts
+    ):
+        raise UsageError(
+            f"prompts must be a list of strings, message lists or token-id lists, got {prompts!r}: "
+            "put a single prompt into a list"
+        )
     requests, errors = [], {}
     for row, prompt in enumerate(prompts):
         try:

@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused_before_weights_load(decode, monkeypatch, ar
 
 def test_a_field_of_every_option_has_its_flag():
     fields = {field.name for field in dataclasses.fields(recipes.Recipe)}
-    assert fields - set(FLAGS) == {"name", "tick"}
+    assert fields - set(FLAGS) == {"name", "tick", "when_full"}
     names = {entry.flag for entry in entries(DecodeConfig).values()}
     assert set(FLAGS.values()) <= names
 

@@ -240,7 +240,7 @@ def test_rows_have_their_own_settings():
 
 
 def test_two_prompts_of_one_bucket_compile_once():
-    small.usual()
+    tokens(prompts())
     with small.counting_compilations() as compiled:
         again = tokens(prompts())
         other = tokens(small.prompts([17, 32, 18, 1], seed=9))
@@ -252,7 +252,7 @@ def test_two_prompts_of_one_bucket_compile_once():
 
 
 def test_seeds_and_settings_compile_nothing():
-    small.usual(sampled=True)
+    tokens(prompts(), **small.SAMPLED)
     with small.counting_compilations() as compiled:
         tokens(prompts(), seed=123, temperature=0.3, top_k=7, top_p=0.5)
     assert compiled == []

@@ -37,7 +37,14 @@ def tokens(results) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("rkv", "int4"), ("h2o", "bf16"), ("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8")],
+    [
+        ("rkv", "int4"),
+        ("h2o", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8"))
+        ),
+    ],
 )
 def test_a_row_does_not_feel_its_neighbours(name, codec):
     """Alone, beside others and at another place, with and without their padding."""
@@ -59,7 +66,10 @@ def test_a_budget_above_the_length_changes_nothing(name):
     assert [result.report["kv"]["evictions"] for result in results] == [0, 0]
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize(
+    "name",
+    ["rkv", *(pytest.param(n, marks=pytest.mark.slow) for n in EVICTING if n != "rkv")],
+)
 def test_a_smaller_budget_holds_less_and_says_something_else(name):
     lm = small.lm()
     prompts = small.prompts([90])

@@ -47,7 +47,7 @@ PROMPTS = small.prompts([40, 75, 9, 56, 57])
     ("name", "options"),
     [
         ("llama", {}),
-        ("llama", {"every": 32, "page_size": 4}),
+        pytest.param("llama", {"every": 32, "page_size": 4}, marks=pytest.mark.slow),
         ("qwen2_window", {"page_size": 8}),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"tick": 8, "every": 8, "window": 8}, marks=pytest.mark.slow),

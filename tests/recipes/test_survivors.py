@@ -99,7 +99,7 @@ def test_survivors_are_byte_identical_over_a_thousand_steps(name):
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("method", ["uniform", "full"])
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_window"])
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("qwen2_window", marks=pytest.mark.slow)])
 def test_sliding_windows_are_exact_around_their_size(name, method, beyond):
     """Layers with a window are never compressed below it, and hold no more than it takes."""
     lm = small.lm(name)
@@ -133,6 +133,7 @@ def test_a_prompt_that_is_longer_than_chunk_and_budget():
     assert len({frozenset(positions) for positions in held.values()}) > 1
 
 
+@pytest.mark.slow
 def test_selecting_at_every_step_or_at_every_tick():
     """Both hold their budget; where nothing has to go, both say the same."""
     lm = small.lm()
