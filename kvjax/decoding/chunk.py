@@ -156,6 +156,10 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
             table[:, :, : None if width is None else -(-width // pool.page_size)]
             for pool, table in zip(layer.pools, layer.tables, strict=True)
         ]
+        # Coded pages stay as they are all through the scan, and XLA would decode them once, before
+        # it, into as much memory as they save: let them seem to depend on the step.
+        q, coded = jax.lax.optimization_barrier((q, layer.pools[1:]))
+        layer = dataclasses.replace(layer, pools=(layer.pools[0], *coded))
         queries = shifted(of_layer[index], config, layer, q, position)
         out, _, *mass = paged_attention(
             [query[:, 0] for query in queries],
