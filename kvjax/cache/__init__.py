@@ -1,6 +1,6 @@
 """The key-value cache: an immutable pytree of pages, block tables and lengths."""
 
-from kvjax.cache.cache import FreeList, KVCache, LayerCache, init_cache, usage
+from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
 from kvjax.cache.slots import append, compact, evict, reserve, reserve_layer, reset_rows, store
@@ -16,11 +16,11 @@ __all__ = [
     "append",
     "compact",
     "evict",
+    "held",
     "init_cache",
     "plan",
     "reserve",
     "reserve_layer",
     "reset_rows",
     "store",
-    "usage",
 ]

@@ -77,6 +77,31 @@ class KVCache:
         """Bytes of every buffer."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
+    def usage(self) -> dict[str, int]:
+        """Bytes of the buffers, by what they hold.
+
+        "recent" is the first class where there are others; its biases and positions are with the
+        others'.
+        """
+        found = dict.fromkeys(
+            ("codes", "recent", "scales", "biases", "positions", "mass", "tables", "queries",
+             "constants"), 0
+        )  # fmt: skip
+        kinds = {
+            "bias": "biases", "pos": "positions", "mass": "mass", "mean": "constants",
+            "balance": "constants", "k_scale": "scales", "v_scale": "scales", "k_zero": "scales",
+            "v_zero": "scales",
+        }  # fmt: skip
+        for layer in self.layers:
+            for index, pool in enumerate(layer.pools):
+                own = "recent" if index == 0 and len(layer.pools) > 1 else "codes"
+                for name, kind in {"k": own, "v": own, **kinds}.items():
+                    array = getattr(pool, name)
+                    found[kind] += 0 if array is None else array.nbytes
+            found["queries"] += 0 if layer.queries is None else layer.queries.nbytes
+        found["tables"] = self.nbytes() - sum(found.values())
+        return found
+
 
 def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = None) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
@@ -157,7 +182,7 @@ def _init_pool(geometry: Geometry, shape: ClassGeometry, basis: KeyBasis | None)
     )
 
 
-def usage(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
+def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
     """Live slots and owned pages of every row, over all KV heads, for every layer and class.
 
     Layers with fewer classes than others have zeros at the end.

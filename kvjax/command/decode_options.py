@@ -121,6 +121,9 @@ class DecodeConfig:
         group="memory",
         joined=True,
     )
+    compare: Literal["full"] | None = option(
+        None, "also decode without compression, and say how far the compressed cache is from that"
+    )
     page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")

@@ -14,6 +14,7 @@ from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import outline
 from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
+from kvjax.command.quality import compared
 from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event
@@ -25,7 +26,7 @@ from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
-from kvjax.report.units import size
+from kvjax.report.units import size, table
 
 
 def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = None) -> int:
@@ -77,6 +78,7 @@ class _Run:
         plain = config.answer_format == "text" and not config.prompts and not config.output
         automatic = plain and sys.stdout.isatty()
         self.streaming = automatic if config.stream is None else config.stream
+        self.lm: kvjax.LanguageModel | None = None
         self.phase = ""
         self.load_s = 0.0
         self.decode_s = 0.0
@@ -87,7 +89,7 @@ class _Run:
         with Clock() as clock:
             keep_compiled_programs()
             self._settle()
-            lm = self._load()
+            self.lm = lm = self._load()
             loading_compiled = clock.compile_s
             self.interrupts.wait_for_answers()
             self._decode(lm)
@@ -162,7 +164,17 @@ class _Run:
         elif event.kind == "done":
             row = good[event.row]
             made = record(self.rows[row].id, event.result, self.load_s, fit=self.config.fit)
+            if self.config.compare and event.result.finish_reason not in ("error", "interrupted"):
+                made["quality"] = self._compare(row)
             self.answers.add(row, made)
+
+    def _compare(self, row: int) -> dict:
+        self.progress.phase("comparing with the uncompressed run")
+        found = compared(self.lm, self.rows[row].prompt, self.recipe, self.config)
+        self.progress.clear()
+        if self.config.answer_format == "text":
+            print(table(found.rows()), file=sys.stderr, flush=True)
+        return found.as_dict()
 
     def _take_text(self, event: Event) -> None:
         if self.first_token_s is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, append, reserve, usage
+from kvjax.cache import KVCache, append, held, reserve
 from kvjax.compress.policy import policies
 from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
@@ -60,8 +60,7 @@ class ChunkOutput:
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
         cache = state.cache
-        held = usage(cache)
-        return cls(tokens, real, state.finite, cache.length + 0, *held, cache.crowded + 0)
+        return cls(tokens, real, state.finite, cache.length + 0, *held(cache), cache.crowded + 0)
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))

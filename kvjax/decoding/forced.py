@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, reserve, usage
+from kvjax.cache import KVCache, reserve
+from kvjax.cache import held as held_by_rows
 from kvjax.decoding import prefill
 from kvjax.decoding.chunk import DecodeState, decode_token
 from kvjax.models.decoder import Decoder
@@ -124,4 +125,4 @@ def _normed(x, norm, *, eps: float):
 @jax.jit
 def held(cache: KVCache) -> Held:
     # Numbers of its own: the cache's are in use again by the time that these are read.
-    return Held(cache.length + 0, *usage(cache), cache.crowded + 0)
+    return Held(cache.length + 0, *held_by_rows(cache), cache.crowded + 0)

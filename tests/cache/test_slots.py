@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import ClassGeometry, Geometry, KVCache, append, init_cache, reserve, usage
+from kvjax.cache import ClassGeometry, Geometry, KVCache, append, held, init_cache, reserve
 from pallas_kernels import SCRATCH_PAGE, paged_attention
 
 
@@ -123,7 +123,7 @@ def check(cache: KVCache, model: Model) -> None:
                 at = index, row, head
                 assert (k[pages[page], slot] == model.k[at][position]).all()
                 assert (v[pages[page], :, slot] == model.v[at][position]).all()
-    slots, pages = usage(cache)
+    slots, pages = held(cache)
     heads = shape.num_kv_heads
     per_layer = np.ones((1, len(shape.layers), 1), int) * heads
     np.testing.assert_array_equal(slots, per_layer * model.length[:, None, None])
@@ -162,7 +162,7 @@ def test_a_row_that_holds_more_than_is_asked_keeps_it():
     again = reserve(cache, jnp.array([1, 0, 0, 36], jnp.int32))
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(before, after)
-    slots, pages = usage(again)
+    slots, pages = held(again)
     assert not slots.any()
     assert pages.sum((1, 2)).tolist() == [4 * 3, 4 * 1, 0, 4 * 9]
 
@@ -199,7 +199,7 @@ def test_an_empty_cache_takes_the_bytes_that_were_planned(geometry):
     assert geometry.nbytes - geometry.pool_bytes == geometry.table_bytes
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
     assert len(pointers) == len(leaves), "a donated pytree may hold no buffer twice"
-    slots, pages = usage(cache)
+    slots, pages = held(cache)
     assert not slots.any() and not pages.any()
 
 
@@ -208,3 +208,13 @@ def test_slot_and_page_bytes_count_everything_that_a_slot_holds():
     slot = 2 * 16 * 2 + 4 + 4
     assert sum(geometry.slot_bytes(only(geometry)).values()) == slot
     assert geometry.page_bytes == ((16 * slot + 4,),)
+
+
+def test_usage_counts_every_buffer_once():
+    cache = init_cache(GEOMETRIES[0])
+    found = cache.usage()
+    assert sum(found.values()) == cache.nbytes() == GEOMETRIES[0].nbytes
+    shape = only(GEOMETRIES[0])
+    slots = 2 * GEOMETRIES[0].pages(shape) * shape.page_size
+    assert (found["codes"], found["biases"], found["recent"]) == (slots * 16 * 4, slots * 4, 0)
+    assert found["tables"] == GEOMETRIES[0].table_bytes

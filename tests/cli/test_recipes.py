@@ -285,3 +285,16 @@ def test_memory_that_is_given_is_the_limit_of_plans_and_runs(decode, monkeypatch
         outcome = decode("-p", "a", "--memory", "200KiB", *argv)
         assert outcome.code == 4
         assert "there are 200.00 KiB" in outcome.err
+
+
+def test_compared_with_the_uncompressed_run(decode):
+    prompt = "tell me " * 12
+    argv = ["--method", "uniform", "--kv-bits", "2", "--compare", "full", "--max-new-tokens", 20]
+    outcome = decode("-p", prompt, *argv, "--format", "json")
+    quality = json.loads(outcome.out)["quality"]
+    assert outcome.code == 0
+    assert (quality["method"], quality["codec"]) == ("uniform", "int2")
+    assert quality["kl_mean"] > 0 and 0 <= quality["top1_agreement"] <= 1
+    assert len(quality["per_layer"]) == 3
+    plain = decode("-p", prompt, "--compare", "full", "--max-new-tokens", 20)
+    assert plain.code == 0 and "KL" in plain.err

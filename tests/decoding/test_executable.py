@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.cache import Geometry, init_cache
+from kvjax.cache import Geometry, init_cache, plan
 from kvjax.decoding import DecodeState, decode_chunk
+from tests.decoding import small
 from tests.models import goldens
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \w+\[([0-9,]+)\]\S* ([\w\-]+)\(", re.M)
@@ -81,3 +82,36 @@ def test_what_moves_would_be_seen():
 
     program = jax.jit(lambda pool: jax.lax.scan(body, pool, length=3)).lower(jnp.ones((501, 16, 8)))
     assert moved(program.compile().as_text(), {(501, 16, 8)}) - {"scatter"}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("guarded", [True, False])
+def test_coded_pages_are_decoded_in_every_step_and_not_ahead_of_all(guarded, monkeypatch):
+    """They stay as they are through the chunk; decoded once, they take what coding them saves."""
+    lm = small.lm()
+    recipe = kvjax.recipes.uniform("int4", page_size=16)
+    geometry = plan(
+        lm.config,
+        recipe,
+        batch_size=1,
+        prompt_tokens=4096,
+        max_new_tokens=64,
+        dtype=lm.dtype,
+        parameter_bytes=0,
+    ).geometry
+    if not guarded:
+        monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
+    zeros = jnp.zeros(1, jnp.int32)
+    state = DecodeState(init_cache(geometry), zeros, zeros, jnp.ones(1, bool))
+
+    def anew(*args, **static):  # what was traced before may not serve again
+        return decode_chunk.__wrapped__(*args, **static)
+
+    chunk = jax.jit(anew, static_argnames=("steps", "stop_ids", "recipe"), donate_argnums=1)
+    program = chunk.lower(
+        lm.model, state, None, zeros == 1, steps=4, stop_ids=(), recipe=recipe
+    ).compile()
+    held = geometry.layers[0].classes[1].capacity
+    decoded = 2 * held * geometry.num_kv_heads * geometry.head_dim * 4
+    layers = len(geometry.layers)
+    assert (program.memory_analysis().temp_size_in_bytes < decoded * (layers - 1)) == guarded

@@ -1,0 +1,27 @@
+"""``--compare full``: what compression changes, on the tokens that the uncompressed run chose."""
+
+import kvjax
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.inputs import stream_options
+from kvjax.compare import Comparison, compare
+from kvjax.decoding.requests import Options, Prompt, read_prompt
+from kvjax.recipes import Recipe, full
+
+
+def compared(
+    lm: kvjax.LanguageModel, prompt: Prompt, recipe: Recipe, config: DecodeConfig
+) -> Comparison:
+    """Answer a prompt without compression, then feed that answer to the recipe's cache."""
+    options = stream_options(config, full(config.page_size)) | {"batch_size": 1}
+    [answer] = kvjax.generate(lm, [prompt], **options)
+    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    asked = Options(**{**options, **neutral}, chunk=1, stop_ids=())
+    ids = read_prompt(lm, 0, prompt, asked).ids
+    return compare(
+        lm,
+        [*ids, *answer.tokens],
+        recipe=recipe,
+        prompt_tokens=len(ids),
+        seed=config.seed,
+        per_layer=True,
+    )
