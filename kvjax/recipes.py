@@ -259,6 +259,8 @@ def parse(method: str, **given: Any) -> Recipe:
 def as_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe's fields, ready for JSON."""
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    fields |= {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    fields["layer_codecs"] = [list(pair) for pair in recipe.layer_codecs]
     if recipe.selector is not None:
         parameters = dataclasses.asdict(recipe.selector)
         fields["selector"] = {"name": type(recipe.selector).__name__, **parameters}

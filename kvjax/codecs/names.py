@@ -38,9 +38,8 @@ def kv_codec(spec: str) -> KVCodec:
 
     * "bf16" (or "16") stores keys and values in the model's own dtype, whatever that is.
     * "fp8", "int8", "int4", "int2" (or "8", "4", "2") and "k4v2", with any of 2, 4, 8 and 16 bits
-      for keys and for values: one scale for a token and head, rotated. With 2 bits, keys want a
-      mean. A model with a key bias wants mean and balance at any width: replace ``center`` and
-      ``balance`` by true.
+      for keys and for values: one scale for a token and head, rotated. A model with a key bias
+      wants mean and balance as well.
     * "nvfp4" and "ternary": ThinKV's layouts, groups of 16 tokens of a channel for keys and of 16
       channels of a token for values. "ternary" keeps what exceeds 0.7 of the group's mean size;
       "ternary-absmax" rounds at half the largest and has a larger error.
@@ -98,7 +97,7 @@ def _of_widths(k_bits: int, v_bits: int) -> KVCodec:
 
 def _uniform(name: str, k: Codec, v: Codec) -> KVCodec:
     rotate = (k.fmt, v.fmt) != ("float", "float")
-    return KVCodec(name, k, v, rotate=rotate, center=k.bits == 2, balance=False)
+    return KVCodec(name, k, v, rotate=rotate, center=False, balance=False)
 
 
 def _by_group(codec: Codec, group: int) -> KVCodec:

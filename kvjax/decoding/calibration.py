@@ -40,6 +40,10 @@ time t; then x(t) = a cos(2 pi t / 12.4) + b, and both a and b follow from two m
 """
 
 
+SPAN = 4096
+"""Positions that the text is spread over."""
+
+
 def key_bases(lm: LanguageModel) -> tuple[KeyBasis, ...]:
     """Mean and balance of every layer's keys, float32 [Hkv, D] each.
 
@@ -68,7 +72,7 @@ def key_bases(lm: LanguageModel) -> tuple[KeyBasis, ...]:
 
 
 def _path(lm: LanguageModel) -> pathlib.Path:
-    text = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
+    text = hashlib.sha256(f"{SPAN} {TEXT}".encode()).hexdigest()[:8]
     return cache_folder() / "keys" / f"{lm.fingerprint}-{text}.safetensors"
 
 
@@ -79,7 +83,9 @@ def _measure(lm: LanguageModel) -> tuple[KeyBasis, ...]:
     else:
         ids = np.arange(256) * 7919 % config.vocab_size
     tokens = jnp.asarray(ids, jnp.int32)[None]
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    # Spread out, since the keys that a mean is taken of turn with their position.
+    stride = max(1, min(SPAN, config.context_length) // tokens.shape[1])
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] * stride
     x, angles = model.embed[...][tokens], rotation(positions, config.rope, config.head_dim)
     bases = []
     for index, layer in enumerate(model.layers):

@@ -130,9 +130,11 @@ def report(
             "parameter_bytes": planned.parameter_bytes,
             "recipe": as_dict(options.recipe),
             **{
-                field.name: getattr(options, field.name)
+                field.name: list(options.stop_texts)
+                if field.name == "stop_texts"
+                else getattr(options, field.name)
                 for field in dataclasses.fields(options)
-                if field.name not in ("recipe", "stop_ids", "stop_texts")
+                if field.name not in ("recipe", "stop_ids")
             },
         },
     }

@@ -25,7 +25,7 @@ def test_widths(k, v):
     assert (codec.k.fmt, codec.v.fmt) == (FORMATS[k], FORMATS[v])
     assert (codec.k.bits, codec.v.bits, codec.group) == (k, v, 1)
     assert codec.rotate == ((k, v) != (16, 16))
-    assert codec.center == (k == 2)
+    assert not codec.center
     for one in (codec.k, codec.v):
         assert one.channels is None and not one.zero
         assert one.scale_dtype == (None if one.bits == 16 else jnp.float16)

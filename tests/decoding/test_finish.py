@@ -126,7 +126,8 @@ BAD = [([], "empty"), ([3, 96], "96 is outside"), ([-1], "-1 is outside"), ("tex
 
 @pytest.mark.parametrize(("bad", "message"), BAD)
 def test_a_bad_prompt_alone_raises(bad, message):
-    with pytest.raises(kvjax.UsageError, match=message):
+    wanted = kvjax.ModelError if bad == "text" else kvjax.UsageError
+    with pytest.raises(wanted, match=message):
         decode([bad])
 
 

@@ -208,6 +208,7 @@ def test_without_a_tokenizer_there_are_tokens_only():
     assert row.split() == ("", None)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("prompts", ["Say hi", [1, 2, 3], [None], [["a"], 7]])
 def test_a_bare_prompt_is_refused_and_not_taken_apart(prompts):
     with pytest.raises(kvjax.UsageError, match=r"prompts must be a list .* into a list"):
