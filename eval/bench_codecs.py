@@ -42,7 +42,7 @@ CODECS = (
     "kivi4",
     "kivi2",
 )
-ABLATIONS = ("int4-rotation", "int4+mean", "int4+mean+balance", "int2-mean")
+ABLATIONS = ("int4-rotation", "int4+mean", "int4+mean+balance", "int2+mean")
 """Of the basis: see ``kvjax.codecs.kv_codec``."""
 WINDOW = 32
 
