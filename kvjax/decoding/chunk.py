@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, append, held, reserve
+from kvjax.cache import KVCache, LayerCache, append, held, reserve
 from kvjax.compress.policy import policies
 from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
@@ -155,10 +155,7 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
             table[:, :, : None if width is None else -(-width // pool.page_size)]
             for pool, table in zip(layer.pools, layer.tables, strict=True)
         ]
-        # Coded pages stay as they are all through the scan, and XLA would decode them once, before
-        # it, into as much memory as they save: let them seem to depend on the step.
-        q, coded = jax.lax.optimization_barrier((q, layer.pools[1:]))
-        layer = dataclasses.replace(layer, pools=(layer.pools[0], *coded))
+        q, layer = _within_the_step(q, layer)
         queries = shifted(of_layer[index], config, layer, q, position)
         out, _, *mass = paged_attention(
             [query[:, 0] for query in queries],
@@ -179,6 +176,19 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
     hidden, layers = model(token[:, None], position[:, None], attend, cache.layers)
     length = position + active.astype(jnp.int32)
     return model.logits(hidden[:, 0]), dataclasses.replace(cache, layers=layers, length=length)
+
+
+def _within_the_step(q, layer: LayerCache):
+    """The same, with coded pages that seem to depend on the step.
+
+    They stay as they are all through the scan, and XLA would decode them once, ahead of it, into as
+    much memory as they save.
+    """
+    first, *rest = layer.pools
+    if not rest:
+        return q, layer
+    q, rest = jax.lax.optimization_barrier((q, rest))
+    return q, dataclasses.replace(layer, pools=(first, *rest))
 
 
 def _tokens_left(token, left, stop_ids):

@@ -28,8 +28,8 @@ from kvjax.cache import (
     reserve,
     reset_rows,
     store,
-    usage,
 )
+from kvjax.cache import held as held_by_rows
 from kvjax.codecs import kv_codec
 from pallas_kernels import SCRATCH_PAGE, paged_attention
 
@@ -148,7 +148,7 @@ PROGRAMS = {
 }
 """Every operation on the cache, compiled once for all sequences; mutants replace one."""
 
-used = jax.jit(usage)
+used = jax.jit(held_by_rows)
 attend = jax.jit(functools.partial(paged_attention, scale=SCALE))
 
 
