@@ -28,7 +28,7 @@ from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.models.attention import add_sinks, causal_mask, masked_attention
 from kvjax.models.decoder import Decoder
-from kvjax.models.forward import _check_tokens
+from kvjax.models.forward import check_tokens
 from kvjax.models.layers import rms_norm
 from kvjax.models.rope import rotation
 from kvjax.recipes import PHASES, Recipe
@@ -172,7 +172,7 @@ def reference(
         CapacityError: the rows exceed the model's context.
     """
     config, model = lm.config, lm.model
-    ids = _check_tokens(tokens, config.vocab_size, config.context_length)
+    ids = check_tokens(tokens, config.vocab_size, config.context_length)
     if not 0 < prompt_tokens < ids.shape[1]:
         raise UsageError(
             f"prompt_tokens must leave at least one of {ids.shape[1]} tokens to score, "

@@ -5,13 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache, reserve
 from kvjax.cache import held as held_by_rows
-from kvjax.decoding import prefill
 from kvjax.decoding.chunk import DecodeState, decode_token
+from kvjax.decoding.prefill import begin, read_layers
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import rms_norm
 from kvjax.recipes import Recipe
@@ -90,30 +89,13 @@ def force_together(
     Returns:
         The cache, the hidden states after the final norm, and what the rows hold.
     """
-    config, layers = model.config, []
-    x, angles, rows = prefill._begin(
+    config = model.config
+    x, angles, rows = begin(
         model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
     )
     # These tokens are no prompt.
     rows = dataclasses.replace(rows, prompt=cache.prompt, select=select)
-    crowded = cache.crowded
-    of_layer = prefill.policies(recipe, config)
-    for index, (module, layer) in enumerate(zip(model.layers, cache.layers, strict=True)):
-        x, layer, crowded = prefill._read(
-            module,
-            layer,
-            x,
-            angles,
-            rows,
-            crowded,
-            np.int32(index),
-            config=config,
-            recipe=recipe,
-            policy=of_layer[index],
-            window=config.windows[index],
-        )
-        layers.append(layer)
-    cache = KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
+    x, cache = read_layers(model, cache, x, angles, rows, recipe)
     return cache, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)
 
 

@@ -65,11 +65,29 @@ def prefill_chunk(
         The cache with the tokens in it, and the float32 logits after each row's last token.
     """
     recipe, config = recipe or full(), model.config
-    of_layer = policies(recipe, config)
-    x, angles, rows = _begin(
+    x, angles, rows = begin(
         model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
     )
-    layers, crowded = [], cache.crowded
+    x, cache = read_layers(model, cache, x, angles, rows, recipe)
+    logits = _finish(model.norm, _head(model), logits, x, count, eps=config.rms_norm_eps)
+    return cache, logits
+
+
+def read_layers(
+    model: Decoder,
+    cache: KVCache,
+    x: Float[Array, "B T E"],
+    angles: tuple[Array, Array],
+    rows: Rows,
+    recipe: Recipe,
+) -> tuple[Float[Array, "B T E"], KVCache]:
+    """Let tokens through all layers, into the cache; what else it takes is what ``begin`` made.
+
+    Returns:
+        The hidden states before the final norm, and the cache, whose layers were donated.
+    """
+    config, layers, crowded = model.config, [], cache.crowded
+    of_layer = policies(recipe, config)
     for index, (module, layer) in enumerate(zip(model.layers, cache.layers, strict=True)):
         x, layer, crowded = _read(
             module,
@@ -85,13 +103,11 @@ def prefill_chunk(
             window=config.windows[index],
         )
         layers.append(layer)
-    logits = _finish(model.norm, _head(model), logits, x, count, eps=config.rms_norm_eps)
-    cache = KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
-    return cache, logits
+    return x, KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
-def _begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, recipe: Recipe):
+def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, recipe: Recipe):
     """Embeddings, rotary angles and where each row stands."""
     positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     after = length + count

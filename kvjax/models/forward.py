@@ -26,11 +26,11 @@ def forward(lm: "LanguageModel", tokens) -> Float[Array, "B T V"]:
         UsageError: ``tokens`` are no ids of this model.
         CapacityError: the sequence exceeds the model's context.
     """
-    ids = _check_tokens(tokens, lm.config.vocab_size, lm.config.context_length)
+    ids = check_tokens(tokens, lm.config.vocab_size, lm.config.context_length)
     return _forward(lm.model, jnp.asarray(ids))
 
 
-def _check_tokens(tokens, vocab_size: int, context_length: int) -> np.ndarray:
+def check_tokens(tokens, vocab_size: int, context_length: int) -> np.ndarray:
     try:
         ids = np.asarray(tokens)
     except ValueError as error:
