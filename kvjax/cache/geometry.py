@@ -115,6 +115,16 @@ class Geometry:
         each = self.rows * self.num_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
         return each * sum(layer.queries for layer in self.layers)
 
+    @property
+    def row_bytes(self) -> int:
+        """The most that a row can take: its pages, their table entries, and its last queries."""
+        pages = sum(
+            shape.pages_per_head * each
+            for layer, held in zip(self.layers, self.page_bytes, strict=True)
+            for shape, each in zip(layer.classes, held, strict=True)
+        )
+        return pages * self.num_kv_heads + self.query_bytes // self.rows
+
     def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
         """One slot of a class, by what it holds."""
         dim, codec = self.head_dim, shape.codec

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -172,6 +173,29 @@ def plan(
                 f"stay, and the {recipe.floor} tokens beside it: pass {least}"
             )
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes)
+
+
+def largest_budget(
+    recipe: Recipe, limit: int, planned: Callable[[Recipe], Plan], least: int
+) -> int | None:
+    """The largest budget, in tokens, whose rows take no more than ``limit`` bytes.
+
+    Args:
+        planned: plans a recipe.
+        least: the smallest budget that can be kept to; None is returned where that takes more.
+    """
+
+    def fits(budget: int) -> bool:
+        return planned(dataclasses.replace(recipe, budget=budget)).geometry.row_bytes <= limit
+
+    low = least
+    high = max(low, planned(dataclasses.replace(recipe, budget=1.0)).tokens)
+    if not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _layer(

@@ -124,6 +124,11 @@ class DecodeConfig:
     compare: Literal["full"] | None = option(
         None, "also decode without compression, and say how far the compressed cache is from that"
     )
+    compare_text: str | None = option(
+        None,
+        "with --compare: a text file to compare on, as the answer, instead of what is decoded "
+        "without compression",
+    )
     page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")
@@ -143,6 +148,8 @@ class DecodeConfig:
             raise UsageError("--stop must not be empty")
         if self.system_prompt is not None and not self.chat_template:
             raise UsageError("--system-prompt needs the chat template: drop --no-chat-template")
+        if self.compare_text and not self.compare:
+            raise UsageError("--compare-text is for comparing: pass --compare full as well")
         if self.prompts and self.stream:
             raise UsageError("--stream is for one prompt: leave it out with --prompts")
         if self.stream and self.answer_format != "text":

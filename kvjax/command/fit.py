@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from kvjax import recipes
-from kvjax.cache import Geometry
+from kvjax.cache.plan import largest_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.outline import Outline
 from kvjax.command.recipe import described, flags_in_errors, given_recipe, staying
@@ -83,29 +83,14 @@ def _of_bytes(recipe: Recipe, given: str, outlined: Outline) -> Recipe:
     """The recipe with the largest budget whose rows take no more than so many bytes."""
     limit = read_size(given, "--kv-budget-bytes")
 
-    def taken(budget: int) -> int:
-        return row_bytes(outlined.plan(dataclasses.replace(recipe, budget=budget)).geometry)
-
     with flags_in_errors():
-        low = _least(recipe, outlined)
-        high = max(low, outlined.plan(dataclasses.replace(recipe, budget=1.0)).tokens)
-        if (smallest := taken(low)) > limit:
+        least = _least(recipe, outlined)
+        budget = largest_budget(recipe, limit, outlined.plan, least)
+        if budget is None:
+            smallest = outlined.plan(dataclasses.replace(recipe, budget=least)).geometry.row_bytes
             raise UsageError(
-                f"--kv-budget-bytes {given} is too small: {recipe.name} keeps at least {low:,} "
+                f"--kv-budget-bytes {given} is too small: {recipe.name} keeps at least {least:,} "
                 f"tokens, with which a row can take {smallest:,} bytes: pass {smallest} or more, "
                 "or fewer bits with --kv-bits"
             )
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if taken(middle) <= limit else (low, middle - 1)
-    return dataclasses.replace(recipe, budget=low)
-
-
-def row_bytes(geometry: Geometry) -> int:
-    """The most that a row's pages and table entries can take: of ``kv.bytes.total_live``."""
-    pages = sum(
-        shape.pages_per_head * each
-        for layer, held in zip(geometry.layers, geometry.page_bytes, strict=True)
-        for shape, each in zip(layer.classes, held, strict=True)
-    )
-    return pages * geometry.num_kv_heads + geometry.query_bytes // geometry.rows
+    return dataclasses.replace(recipe, budget=budget)

@@ -26,6 +26,17 @@ def read_input(config: DecodeConfig) -> list[Row]:
     return [text_row(config.prompt, "--prompt")]
 
 
+def read_answer(config: DecodeConfig) -> str | None:
+    """The text that ``--compare-text`` names.
+
+    Raises:
+        UsageError: it cannot be read, or is empty.
+    """
+    if config.compare_text is None:
+        return None
+    return read_prompt(config.compare_text, "--compare-text").prompt
+
+
 def model_source(config: DecodeConfig) -> str:
     """What to load: the model that is named, else the demo model.
 

@@ -1,4 +1,5 @@
-"""``--compare full``: what compression changes, on the tokens that the uncompressed run chose."""
+"""``--compare full``: what compression changes, on the tokens that the uncompressed run chose, or on
+a given text."""
 
 import kvjax
 from kvjax.command.decode_options import DecodeConfig
@@ -9,17 +10,29 @@ from kvjax.recipes import Recipe, full
 
 
 def compared(
-    lm: kvjax.LanguageModel, prompt: Prompt, recipe: Recipe, config: DecodeConfig
+    lm: kvjax.LanguageModel,
+    prompt: Prompt,
+    recipe: Recipe,
+    config: DecodeConfig,
+    text: str | None = None,
 ) -> Comparison:
-    """Answer a prompt without compression, then feed that answer to the recipe's cache."""
+    """Feed a prompt and an answer to the recipe's cache.
+
+    Args:
+        text: the answer; what the model answers without compression if None.
+    """
     options = stream_options(config, full(config.page_size)) | {"batch_size": 1}
-    [answer] = kvjax.generate(lm, [prompt], **options)
     neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     asked = Options(**{**options, **neutral}, chunk=1, stop_ids=())
     ids = read_prompt(lm, 0, prompt, asked).ids
+    if text is None:
+        [answer] = kvjax.generate(lm, [prompt], **options)
+        tokens = answer.tokens
+    else:
+        tokens = lm.tokenizer.encode(text)
     return compare(
         lm,
-        [*ids, *answer.tokens],
+        [*ids, *tokens],
         recipe=recipe,
         prompt_tokens=len(ids),
         seed=config.seed,

@@ -9,7 +9,7 @@ from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
 from kvjax.command.fit import allowed_memory, settled_recipe
-from kvjax.command.inputs import model_source, read_input, stream_options
+from kvjax.command.inputs import model_source, read_answer, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import outline
 from kvjax.command.output import Output, OutputError, open_output
@@ -38,11 +38,19 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     recipe = given_recipe(config)
     allowed_memory(config)
     rows = read_input(config)
-    named = (config.prompt_file, config.prompts, config.model, config.tokenizer, config_file)
+    text = read_answer(config)
+    named = (
+        config.prompt_file,
+        config.prompts,
+        config.compare_text,
+        config.model,
+        config.tokenizer,
+        config_file,
+    )
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
-    started = _Run(config, recipe, rows, output, interrupts)
+    started = _Run(config, recipe, rows, text, output, interrupts)
     kept = False
     try:
         code = started.decode()
@@ -66,12 +74,14 @@ class _Run:
         config: DecodeConfig,
         recipe: Recipe | None,
         rows: list[Row],
+        text: str | None,
         output: Output,
         interrupts: Interrupts,
     ):
         self.config = config
         self.recipe = recipe
         self.rows = rows
+        self.text = text
         self.interrupts = interrupts
         self.answers = Answers(output, config.answer_format, listed=config.prompts is not None)
         self.progress = ProgressLine(sys.stderr, enabled=not config.quiet)
@@ -170,7 +180,7 @@ class _Run:
 
     def _compare(self, row: int) -> dict:
         self.progress.phase("comparing with the uncompressed run")
-        found = compared(self.lm, self.rows[row].prompt, self.recipe, self.config)
+        found = compared(self.lm, self.rows[row].prompt, self.recipe, self.config, self.text)
         self.progress.clear()
         if self.config.answer_format == "text":
             print(table(found.rows()), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax import recipes
 from kvjax.command.decode_options import DecodeConfig
-from kvjax.command.fit import candidates, row_bytes, settled_recipe
+from kvjax.command.fit import candidates, settled_recipe
 from kvjax.command.outline import outline
 from kvjax.command.prompts import Row
 from kvjax.errors import CapacityError, UsageError
@@ -104,7 +104,7 @@ def test_bytes_become_the_largest_budget_that_keeps_to_them(model, outlined, met
 
     def taken(budget: int) -> int:
         same = recipes.parse(method, codec="int8", budget=budget)
-        return row_bytes(outlined.plan(same).geometry)
+        return outlined.plan(same).geometry.row_bytes
 
     assert recipe == recipes.parse(method, codec="int8", budget=recipe.budget)
     assert taken(recipe.budget) <= limit < taken(recipe.budget + 1)

@@ -298,3 +298,24 @@ def test_compared_with_the_uncompressed_run(decode):
     assert len(quality["per_layer"]) == 3
     plain = decode("-p", prompt, "--compare", "full", "--max-new-tokens", 20)
     assert plain.code == 0 and "KL" in plain.err
+
+
+def test_compared_on_a_given_text(decode, model, tmp_path):
+    """The text is the answer, and what is decoded makes no difference to the comparison."""
+    file = tmp_path / "trace.txt"
+    file.write_text("one two three " * 9 + "\n")
+    prompt = "tell me " * 12
+    argv = ["--method", "uniform", "--kv-bits", "4", "--format", "json", "--compare", "full"]
+    outcome = decode("-p", prompt, *argv, "--compare-text", file, "--max-new-tokens", 3)
+    record = json.loads(outcome.out)
+    quality = record["quality"]
+    lm = kvjax.load(model)
+    text = lm.tokenizer.encode("one two three " * 9)
+    assert quality["prompt_tokens"] == record["usage"]["prompt"]
+    assert quality["tokens"] == record["usage"]["prompt"] + len(text)
+    [asked] = kvjax.generate(lm, [prompt], max_new_tokens=1)
+    assert asked.prompt_tokens == quality["prompt_tokens"]
+    missing = decode("-p", prompt, "--compare-text", file)
+    assert missing.code == 2 and "--compare full" in missing.err
+    absent = decode("-p", prompt, *argv, "--compare-text", tmp_path / "no.txt")
+    assert absent.code == 2 and "--compare-text" in absent.err
