@@ -1,5 +1,5 @@
-"""``--compare full``: what compression changes, on the tokens that the uncompressed run chose, or on
-a given text."""
+"""``--compare full``: what compression changes, on tokens that the uncompressed run chose or on a
+given text."""
 
 import kvjax
 from kvjax.command.decode_options import DecodeConfig
