@@ -99,10 +99,21 @@ def main() -> None:
     text = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     print(f"{'codec':23} {'payload':>7} {'slot':>6} {'held':>6} {'bytes':>11}", end="")
     print(f" {'KL':>9} {'p99':>9} {'top-1':>6} {'ppl':>7} {'s':>5}")
-    results = []
+    record = {
+        "run": run_record(args.commit),
+        "model": pathlib.Path(lm.source).name,
+        "dtype": "float32",
+        "text": args.text.name,
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "scored": args.rows * (args.tokens - args.prompt_tokens),
+        "by_token": args.by_token,
+        "results": [],
+    }
     for name in args.codecs:
         found = measure(lm, name, text, args.by_token)
-        results.append(found)
+        record["results"].append(found)
         print(
             f"{name:23} {found['bits']['payload']:7.3f} {found['bits']['slot']:6.3f} "
             f"{found['bits']['held']:6.3f} {found['bytes']['end']:11,.0f} "
@@ -110,21 +121,9 @@ def main() -> None:
             f"{found['perplexity']:7.3f} {found['seconds']:5.0f}",
             flush=True,
         )
-    print(f"without compression: perplexity {results[0]['perplexity_full']:.3f}")
-    if args.out:
-        record = {
-            "run": run_record(args.commit),
-            "model": pathlib.Path(lm.source).name,
-            "dtype": "float32",
-            "text": args.text.name,
-            "rows": args.rows,
-            "tokens": args.tokens,
-            "prompt_tokens": args.prompt_tokens,
-            "scored": args.rows * (args.tokens - args.prompt_tokens),
-            "by_token": args.by_token,
-            "results": results,
-        }
-        write_json(args.out, record)
+        if args.out:
+            write_json(args.out, record)
+    print(f"without compression: perplexity {record['results'][0]['perplexity_full']:.3f}")
 
 
 if __name__ == "__main__":
