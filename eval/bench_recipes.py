@@ -30,7 +30,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cache import Plan, plan
-from kvjax.cache.plan import largest_budget
+from kvjax.cache.plan import largest_budget, least_budget
 from kvjax.compare import Reference, compare, reference
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
@@ -81,7 +81,7 @@ class Planner:
             UsageError: not even the smallest budget fits.
         """
         limit = self.full_bytes() // share
-        least = recipe.floor + self.prompt_tokens * recipe.spares_prompt
+        least = least_budget(recipe, self.prompt_tokens, self.tokens - self.prompt_tokens)
         budget = largest_budget(recipe, limit, self, least)
         if budget is None:
             needed = self(dataclasses.replace(recipe, budget=least)).geometry.row_bytes

@@ -247,8 +247,7 @@ def compare(
     cache, logits = _read_prompt(lm, ids[:, :prompt_tokens], planned, recipe, seed)
     scores.add(logits[None], held(cache))
     compressing = _Phases(lm, ids, prompt_tokens, recipe)
-    run = _by_tick if by_tick else _by_token
-    run(lm, cache, ids, prompt_tokens, recipe, seed, scores, compressing, per_layer)
+    _feed(lm, cache, scores, compressing, recipe, seed, per_layer=per_layer, by_tick=by_tick)
     return scores.result(recipe)
 
 
@@ -284,23 +283,29 @@ def _read_prompt(lm: LanguageModel, ids: np.ndarray, planned: Plan, recipe: Reci
     return cache, logits
 
 
-def _by_token(lm, cache, ids, prompt, recipe, seed, scores, compressing, per_layer) -> None:
-    """Steps of one token each, the last one not fed: it has nothing to predict."""
+def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_tick: bool) -> None:
+    """Feed a tick of tokens at a time; the last token is not fed, it has nothing to predict."""
+    ids, prompt = scores.ids, scores.prompt
     rows, total = ids.shape
     fed, steps = total - 1 - prompt, recipe.tick
     left = jnp.full(rows, fed, jnp.int32)
     state = DecodeState(cache, jnp.asarray(ids[:, prompt]), left, jnp.ones(rows, bool))
     for done in range(0, fed, steps):
-        if done and not recipe.keeps_all:
+        if not recipe.keeps_all:
             state = maintain(
                 state,
                 jnp.asarray(compressing.after(done)),
                 seed,
                 config=lm.config,
                 recipe=recipe,
-                select=bool(recipe.every) and done % recipe.every == 0,
+                done=done,
             )
         tokens, count = _piece(ids[:, prompt:-1], done, steps)
+        if by_tick:
+            given = jnp.asarray(tokens), jnp.full(rows, count, jnp.int32)
+            state, hidden, now = force_together(lm.model, state, *given, recipe=recipe)
+            scores.add(_logits(lm.model, hidden.swapaxes(0, 1)), now, count)
+            continue
         state, logits, layers, now = force_chunk(
             lm.model,
             state,
@@ -310,26 +315,6 @@ def _by_token(lm, cache, ids, prompt, recipe, seed, scores, compressing, per_lay
             with_layers=per_layer,
         )
         scores.add(logits, now, count, layers)
-
-
-def _by_tick(lm, cache, ids, prompt, recipe, seed, scores, compressing, per_layer) -> None:
-    """The same, the tokens of a tick together; what is selected after them is selected at once."""
-    rows, total = ids.shape
-    fed, steps = total - 1 - prompt, recipe.tick
-    for done in range(0, fed, steps):
-        tokens, count = _piece(ids[:, prompt:-1], done, steps)
-        after = done + count
-        due = bool(recipe.every) and after % recipe.every == 0
-        cache, hidden, now = force_together(
-            lm.model,
-            cache,
-            jnp.asarray(tokens),
-            jnp.full(rows, count, jnp.int32),
-            jnp.asarray(compressing.after(after) & due),
-            seed,
-            recipe=recipe,
-        )
-        scores.add(_logits(lm.model, hidden.swapaxes(0, 1)), now, count)
 
 
 def _piece(ids: np.ndarray, start: int, steps: int) -> tuple[np.ndarray, int]:
@@ -382,7 +367,7 @@ class _Scores:
     """Collects what each tick of tokens says about the two runs."""
 
     def __init__(self, lm: LanguageModel, expected: Reference, planned: Plan):
-        self._lm, self._ids, self._prompt = lm, expected.ids, expected.prompt_tokens
+        self._lm, self.ids, self.prompt = lm, expected.ids, expected.prompt_tokens
         self._expected, self._outputs = expected.hidden, expected.outputs
         self._parts: list[dict[str, Array]] = []
         self._held: list[dict[str, np.ndarray]] = []
@@ -394,9 +379,9 @@ class _Scores:
         """Score the next ``count`` positions; the rest of ``logits`` is padding."""
         expected = self._expected[self._done : self._done + count]
         expected = jnp.pad(expected, ((0, len(logits) - count), (0, 0), (0, 0)))
-        first = self._prompt + self._done
+        first = self.prompt + self._done
         given = np.zeros(logits.shape[:2], np.int32)
-        given[:count] = self._ids[:, first : first + count].T
+        given[:count] = self.ids[:, first : first + count].T
         part = _score(self._lm.model, expected, logits, jnp.asarray(given))
         self._parts.append({name: np.asarray(value)[:count] for name, value in part.items()})
         self._held.append({name: np.asarray(value) for name, value in vars(now).items()})
@@ -411,7 +396,7 @@ class _Scores:
             name: np.concatenate([part[name] for part in self._parts]).T for name in self._parts[0]
         }
         logs, held_bytes = [], []
-        for row in range(len(self._ids)):
+        for row in range(len(self.ids)):
             log = BytesLog(self._planned.geometry)
             for now in self._held:
                 log.add(int(now["length"][row]), now["slots"][row], now["pages"][row])
@@ -426,8 +411,8 @@ class _Scores:
             method=recipe.name,
             budget=recipe.budget,
             codec=recipe.codec,
-            tokens=self._ids.shape[1],
-            prompt_tokens=self._prompt,
+            tokens=self.ids.shape[1],
+            prompt_tokens=self.prompt,
             kl_mean=float(found["kl"].mean(dtype=np.float64)),
             kl_p99=float(np.quantile(found["kl"], 0.99)),
             top1_agreement=float(found["same"].mean()),

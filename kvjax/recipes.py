@@ -11,6 +11,7 @@ from kvjax.codecs import kv_codec
 from kvjax.compress import Selector
 from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
 from kvjax.errors import UsageError
+from kvjax.thoughts import Given, Retention, Segmenter
 
 PHASES = ("prompt", "think", "answer")
 DECODING_BUDGET = 1024
@@ -26,11 +27,20 @@ class Recipe:
         page_size: slots a page, a power of two.
         codec: the numbers that stored tokens are kept in, a name of ``kvjax.codecs.kv_codec``;
             None keeps every token as it was made, where it was written.
+        prompt_codec: the same for the prompt's tokens, if it is another.
+        thought_codecs: the same for the answer's tokens by the kind of their thought: reasoning,
+            execution, transition. Needs a ``segmenter``.
         layer_codecs: pairs of a layer's index (from the end if negative) or "*", and a codec. The
             first that names a layer wins; ``codec`` is for the layers that none names.
         selector: what decides which tokens stay; None keeps all.
+        segmenter: what finds the kind of thought that a segment of the answer is.
+        retention: what stays of the answer, segment by segment; a selector is then for the prompt
+            alone, while it is read.
         budget: tokens that a KV head may hold after a selection, recent ones included; or, if it is
-            a float of at most 1, their share of the tokens that the row has read.
+            a float of at most 1, their share of the tokens that the row has read. With a
+            ``retention``: tokens of the answer's complete segments (and the share is the answer's);
+            the growing one, the recent window and the prompt come on top.
+        prompt_budget: with a ``retention``, tokens of the prompt that its selector keeps.
         sinks: how many of the first tokens stay in any case.
         recent: how many of the last tokens stay in any case.
         protect_prompt: the whole prompt stays.
@@ -50,9 +60,14 @@ class Recipe:
     name: str
     page_size: int = 64
     codec: str | None = "bf16"
+    prompt_codec: str | None = None
+    thought_codecs: tuple[str, str, str] | None = None
     layer_codecs: tuple[tuple[int | str, str], ...] = ()
     selector: Selector | None = None
+    segmenter: Segmenter | None = None
+    retention: Retention | None = None
     budget: int | float | None = None
+    prompt_budget: int | float | None = None
     sinks: int = 4
     recent: int = 32
     protect_prompt: bool = False
@@ -81,10 +96,15 @@ class Recipe:
                 )
         if self.keeps_all:
             return
-        codecs = [kv_codec(spec) for spec in (self.codec, *(s for _, s in self.layer_codecs))]
+        own = (self.codec, self.prompt_codec, *(self.thought_codecs or ()))
+        given = (*own, *(spec for _, spec in self.layer_codecs))
+        codecs = [kv_codec(spec) for spec in given if spec is not None]
         unknown = set(self.compress) - set(PHASES)
         if unknown:
             raise UsageError(f"compress takes {', '.join(PHASES)}, got {', '.join(unknown)}")
+        self._check_thoughts()
+        if self.retention is not None:
+            return
         if self.selector is None:
             return
         if self.every % self.tick:
@@ -99,6 +119,37 @@ class Recipe:
                     f"use it with method uniform, or another codec with {self.name}"
                 )
         self._check_budget()
+
+    def _check_thoughts(self) -> None:
+        if self.segmenter is None:
+            if self.retention or self.thought_codecs:
+                raise UsageError("segmenter must be given: without one there are no thoughts")
+            return
+        every = self.segmenter.every
+        if every % self.tick or every < self.window + self.tick:
+            raise UsageError(
+                f"a segment of {every} tokens must be a multiple of the {self.tick} steps after "
+                f"which tokens are stored, and at least {self.window + self.tick}"
+            )
+        if self.prompt_codec and kv_codec(self.prompt_codec).group > 1:
+            raise UsageError(
+                f"prompt_codec {self.prompt_codec} shares scales among tokens, and a prompt need "
+                "not fill its last group: take int8, int4, ..."
+            )
+        if self.retention is None:
+            return
+        if (self.selector is None) != (self.prompt_budget is None):
+            raise UsageError("prompt_budget and a selector for the prompt need each other")
+        if self.selector is not None:
+            dataclasses.replace(
+                self, budget=self.prompt_budget, retention=None, prompt_budget=None
+            )  # is refused where it cannot work
+        if isinstance(self.budget, float) and 0 < self.budget <= 1:
+            return
+        if not isinstance(self.budget, int) or isinstance(self.budget, bool) or self.budget < 1:
+            raise UsageError(
+                f"budget must be a number of tokens or a share between 0 and 1, got {self.budget!r}"
+            )
 
     def _check_budget(self) -> None:
         budget, least = self.budget, self.floor
@@ -130,27 +181,48 @@ class Recipe:
 
     @property
     def needs_queries(self) -> int:
-        return 0 if self.selector is None else self.selector.needs_queries
+        return max(
+            0 if self.selector is None else self.selector.needs_queries,
+            0 if self.retention is None else self.retention.needs_queries,
+        )
 
     @property
     def spares_prompt(self) -> bool:
         """Whether the prompt's tokens all stay."""
-        return self.protect_prompt or "prompt" not in self.compress
+        of_answer = self.retention is not None and self.selector is None
+        return self.protect_prompt or of_answer or "prompt" not in self.compress
+
+    @property
+    def selected(self) -> int | float | None:
+        """The selector's budget."""
+        return self.budget if self.retention is None else self.prompt_budget
 
     def room(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Tokens that each row may hold, once it has read ``length``."""
-        if isinstance(self.budget, int):
-            return jnp.full(length.shape, self.budget, jnp.int32)
-        share = jnp.ceil(jnp.float32(self.budget) * length.astype(jnp.float32))
-        return jnp.maximum(share.astype(jnp.int32), self.floor)
+        """Tokens that each row may hold after a selection, once it has read ``length``."""
+        return self._share(self.selected, length, self.floor)
+
+    def retained(self, answered: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Tokens that a row's complete segments may hold, once so many of its answer are read."""
+        return self._share(self.budget, answered, 1)
 
     def most(self, tokens: int) -> int:
         """``room`` of a row of so many tokens, as a number."""
-        if self.selector is None or self.budget is None:
+        if self.selector is None or self.selected is None:
             return tokens
-        if isinstance(self.budget, int):
-            return min(self.budget, tokens)
-        return min(max(math.ceil(self.budget * tokens) + 1, self.floor), tokens)
+        return min(self._whole(self.selected, tokens, self.floor), tokens)
+
+    def most_retained(self, answered: int) -> int:
+        """``retained`` of a row with so many tokens in its answer, as a number."""
+        return min(self._whole(self.budget, answered, 1), answered)
+
+    def _share(self, budget, tokens: Int[Array, " B"], least: int) -> Int[Array, " B"]:
+        if isinstance(budget, int):
+            return jnp.full(tokens.shape, budget, jnp.int32)
+        share = jnp.ceil(jnp.float32(budget) * tokens.astype(jnp.float32))
+        return jnp.maximum(share.astype(jnp.int32), least)
+
+    def _whole(self, budget, tokens: int, least: int) -> int:
+        return budget if isinstance(budget, int) else max(math.ceil(budget * tokens) + 1, least)
 
 
 def full(page_size: int = 64) -> Recipe:
@@ -208,9 +280,52 @@ def rkv(**options) -> Recipe:
     return _evicting("rkv", RKV(), **{"every": 128} | options)
 
 
+def thinkv(
+    budget: int | float | None = DECODING_BUDGET,
+    segmenter: Segmenter | None = None,
+    *,
+    thought_codecs: tuple[str, str, str] | None = None,
+    retention: Retention | None = None,
+    **options,
+) -> Recipe:
+    """ThinKV: precision and eviction by the kind of thought (arXiv 2510.01290).
+
+    Args:
+        budget: tokens of the answer's complete segments a KV head; None evicts nothing.
+        segmenter: what tells thoughts apart; None takes all for one kind (the paper's fallback for
+            models that do not reason, appendix E.10: evict at the budget alone).
+        thought_codecs: for reasoning, execution and transition; 4, 4 and 2 bits if None, and 4 bits
+            throughout where thoughts are not told apart.
+        retention: what stays of a segment; the paper's schedule if None.
+        **options: other fields of ``Recipe``.
+    """
+    codecs = ("int4", "int4", "int4" if segmenter is None else "int2")
+    return Recipe(
+        "thinkv",
+        codec="int4",
+        thought_codecs=thought_codecs or codecs,
+        segmenter=segmenter or Given("R"),
+        retention=None if budget is None else retention or Retention(),
+        budget=budget,
+        **{"prompt_codec": "int8"} | options,
+    )
+
+
 METHODS = {
     recipe.__name__: recipe
-    for recipe in (full, uniform, kivi, streaming, random, h2o, tova, snapkv, snapkv_decode, rkv)
+    for recipe in (
+        full,
+        uniform,
+        kivi,
+        streaming,
+        random,
+        h2o,
+        tova,
+        snapkv,
+        snapkv_decode,
+        rkv,
+        thinkv,
+    )
 }
 """Recipes by the name that ``--method`` takes."""
 

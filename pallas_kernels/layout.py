@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 SCRATCH_PAGE = 0
 """The page that block tables are padded with, and that rows with nothing to store write to. Every
 store to it has bias -inf, so its finite garbage is never attended."""
+UNKNOWN_LEVEL = 255
+"""``KVPages.level`` of a token whose segment is still growing: it survives every demotion."""
 
 
 def _static(default):
@@ -39,6 +41,8 @@ class KVPages:
         mean: what was taken off every key of a KV head, or None.
         balance: what every channel of the keys was divided by, or None.
         mass: attention that the slot has received so far, where a selector asks for it.
+        level: how many demotions of its segment the slot's token survives, where tokens are kept by
+            their segment; 255 until that is known.
         k_format: a name of ``pallas_kernels.formats``, or "float"; ``v_format`` likewise.
         rotated: whether keys and values are rotated.
     """
@@ -54,6 +58,7 @@ class KVPages:
     mean: Float[Array, "Hkv D"] | None = None
     balance: Float[Array, "Hkv D"] | None = None
     mass: Float[Array, "pages page"] | None = None
+    level: UInt8[Array, "pages page"] | None = None
     k_format: str = _static("float")
     v_format: str = _static("float")
     rotated: bool = _static(False)

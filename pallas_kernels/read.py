@@ -1,5 +1,7 @@
 """What pages say: the one place where codes become numbers again, whoever reads them."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -67,6 +69,30 @@ def plain_values(
     """Values as the model made them, but for what coding took; one row a slot."""
     v = coded_values(pages, table, jnp.float32).swapaxes(-1, -2)
     return plain_output(pages, v).astype(dtype)
+
+
+def plain_slot_keys(
+    pages: KVPages, at: Int[Array, "B Hkv T"], slots: Int[Array, "B Hkv T"], dtype: DTypeLike
+) -> Float[Array, "B Hkv T D"]:
+    """Keys of single slots, as the model made them, but for what coding took.
+
+    Args:
+        at: the page of each slot.
+    """
+    rows, heads, count = at.shape
+
+    def taken(array):
+        if array is None:
+            return None
+        shared = pages.page_size // array.shape[1]  # slots that share an entry
+        return array[at, slots // shared].reshape(rows * heads, count, -1)
+
+    k = taken(pages.k)
+    one_page = dataclasses.replace(
+        pages, k=k, k_scale=taken(pages.k_scale), k_zero=taken(pages.k_zero)
+    )
+    table = jnp.arange(rows * heads, dtype=jnp.int32).reshape(rows, heads, 1)
+    return plain_keys(one_page, table, dtype)[:, :, 0]
 
 
 def _numbers(parts, fmt: str, axis: int, table, dtype) -> Array:

@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
+from kvjax.thoughts.state import Thoughts, no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages
+from pallas_kernels.layout import UNKNOWN_LEVEL
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +67,7 @@ class KVCache:
         stored: the position from which on a row's tokens are still in the first class, where there
             are others.
         crowded: tokens (of one layer and KV head each) that found no slot in their own class.
+        thoughts: what is known of the rows' thoughts, where they are told apart.
     """
 
     layers: tuple[LayerCache, ...]
@@ -72,6 +75,7 @@ class KVCache:
     prompt: Int[Array, " B"]
     stored: Int[Array, " B"]
     crowded: Int[Array, " B"]
+    thoughts: Thoughts | None = None
 
     def nbytes(self) -> int:
         """Bytes of every buffer."""
@@ -84,13 +88,13 @@ class KVCache:
         others'.
         """
         found = dict.fromkeys(
-            ("codes", "recent", "scales", "biases", "positions", "mass", "tables", "queries",
-             "constants"), 0
+            ("codes", "recent", "scales", "biases", "positions", "mass", "levels", "tables",
+             "queries", "constants"), 0
         )  # fmt: skip
         kinds = {
-            "bias": "biases", "pos": "positions", "mass": "mass", "mean": "constants",
-            "balance": "constants", "k_scale": "scales", "v_scale": "scales", "k_zero": "scales",
-            "v_zero": "scales",
+            "bias": "biases", "pos": "positions", "mass": "mass", "level": "levels",
+            "mean": "constants", "balance": "constants", "k_scale": "scales", "v_scale": "scales",
+            "k_zero": "scales", "v_zero": "scales",
         }  # fmt: skip
         for layer in self.layers:
             for index, pool in enumerate(layer.pools):
@@ -118,7 +122,8 @@ def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = Non
         for layer, basis in zip(geometry.layers, bases, strict=True)
     )
     zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
-    return KVCache(layers, *zero)
+    thoughts = no_thoughts(geometry.rows, geometry.segments) if geometry.segments else None
+    return KVCache(layers, *zero, thoughts)
 
 
 def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None) -> LayerCache:
@@ -176,10 +181,19 @@ def _init_pool(geometry: Geometry, shape: ClassGeometry, basis: KeyBasis | None)
         mean=constant("mean", 0.0, codec.center),
         balance=constant("balance", 1.0, codec.balance),
         mass=jnp.zeros((pages, page), jnp.float32) if shape.mass else None,
+        level=jnp.full((pages, page), UNKNOWN_LEVEL, jnp.uint8) if shape.levels else None,
         k_format=codec.k.fmt,
         v_format=codec.v.fmt,
         rotated=codec.rotate,
     )
+
+
+def query_positions(layer: LayerCache, length: Int[Array, " B"]) -> Int[Array, "B N"]:
+    """Positions of the queries that a layer keeps, -1 where there has been none."""
+    count = layer.queries.shape[1]
+    slot = jnp.arange(count, dtype=jnp.int32)[None]
+    last = length[:, None] - 1
+    return jnp.maximum(last - (last - slot) % count, -1)
 
 
 def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
@@ -192,7 +206,7 @@ def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
     for layer in cache.layers:
         rest = [jnp.zeros(cache.length.shape, jnp.int32)] * (most - len(layer.pools))
         live = [
-            (pool.bias[table] > -jnp.inf).sum((1, 2, 3), dtype=jnp.int32)
+            (pool.pos[table] >= 0).sum((1, 2, 3), dtype=jnp.int32)
             for pool, table in zip(layer.pools, layer.tables, strict=True)
         ]
         owned = [(table != SCRATCH_PAGE).sum((1, 2), dtype=jnp.int32) for table in layer.tables]

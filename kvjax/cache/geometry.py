@@ -18,12 +18,14 @@ class ClassGeometry:
     Attributes:
         pages_per_head: the most pages that one KV head of one row can own.
         mass: whether every slot notes the attention that it receives.
+        levels: whether every slot notes how many demotions its token survives.
     """
 
     codec: KVCodec
     page_size: int
     pages_per_head: int
     mass: bool = False
+    levels: bool = False
 
     @property
     def capacity(self) -> int:
@@ -47,7 +49,11 @@ class LayerGeometry:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The shapes of a cache; ``init_cache`` makes exactly this."""
+    """The shapes of a cache; ``init_cache`` makes exactly this.
+
+    Attributes:
+        segments: segments of a row's answer, at most, whose thoughts are told apart.
+    """
 
     layers: tuple[LayerGeometry, ...]
     rows: int
@@ -55,6 +61,7 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     dtype: DTypeLike
+    segments: int = 0
 
     @classmethod
     def full(
@@ -134,7 +141,11 @@ class Geometry:
         )
         scales = sum(part.payload_bits(dim) - part.bits for part in (codec.k, codec.v)) * dim / 8
         scales = 0.0 if codec.k.fmt == codec.v.fmt == "float" else scales
-        return {"codes": float(codes), "scales": scales, "metadata": 8.0 + 4.0 * shape.mass}
+        return {
+            "codes": float(codes),
+            "scales": scales,
+            "metadata": 8.0 + 4.0 * shape.mass + shape.levels,
+        }
 
     def _pool_bytes(self, shape: ClassGeometry) -> int:
         slots = self.pages(shape) * shape.page_size

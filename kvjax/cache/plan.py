@@ -92,7 +92,7 @@ class Plan:
                 what = part.codec.name
                 if i == 0 and len(layer.classes) > 1:
                     what = "recent"
-                elif i == 1 and len(layer.classes) > 2:
+                elif i == 1 and layer.classes[1].codec in [c.codec for c in layer.classes[2:]]:
                     what = f"first, {what}"
                 slot = sum(shape.slot_bytes(part).values())
                 lines.append(
@@ -154,6 +154,9 @@ def plan(
     """
     prompt = padded_prompt(prompt_tokens)
     tokens = min(prompt + max_new_tokens, config.context_length)
+    segments = 0
+    if recipe.segmenter is not None:
+        segments = max_new_tokens // recipe.segmenter.every + 1
     geometry = Geometry(
         layers=tuple(
             _layer(recipe, policy, window, tokens, min(prompt, tokens))
@@ -164,15 +167,41 @@ def plan(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=jnp.dtype(dtype),
+        segments=segments,
     )
-    if recipe.selector is not None and recipe.spares_prompt and isinstance(recipe.budget, int):
-        least = prompt_tokens + recipe.floor
-        if recipe.budget < least:
-            raise UsageError(
-                f"budget {recipe.budget} is below a prompt of {prompt_tokens} tokens, which all "
-                f"stay, and the {recipe.floor} tokens beside it: pass {least}"
-            )
+    _check_budget(recipe, prompt_tokens, max_new_tokens)
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes)
+
+
+def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:
+    """The smallest budget, in tokens, that can be kept to."""
+    if recipe.retention is None:
+        return recipe.floor + prompt_tokens * recipe.spares_prompt
+    return max(1, recipe.retention.schedule[-1] * (max_new_tokens // recipe.segmenter.every))
+
+
+def _check_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a budget that a run of this size cannot keep to.
+
+    Raises:
+        UsageError: with the number that would do.
+    """
+    if not isinstance(recipe.budget, int):
+        return
+    least = least_budget(recipe, prompt_tokens, max_new_tokens)
+    if recipe.budget >= least:
+        return
+    if recipe.retention is None:
+        raise UsageError(
+            f"budget {recipe.budget} is below a prompt of {prompt_tokens} tokens, which all stay, "
+            f"and the {recipe.floor} tokens beside it: pass {least}"
+        )
+    every, floor = recipe.segmenter.every, recipe.retention.schedule[-1]
+    raise UsageError(
+        f"budget {recipe.budget} is below the {floor} tokens that stay of each of "
+        f"{max_new_tokens // every} segments of {every}: pass {least}, fewer new tokens, or a "
+        f"retention schedule with a lower floor"
+    )
 
 
 def largest_budget(
@@ -208,22 +237,55 @@ def _layer(
         return LayerGeometry((ClassGeometry(kv_codec("bf16"), recipe.page_size, pages),))
     group = max(codec.group for codec in policy.classes)
     recent = recipe.window + recipe.tick + group - 1
+    if recipe.segmenter is not None and recipe.segmenter.covers == "past":
+        recent += recipe.segmenter.every
     first = ClassGeometry(
         kv_codec("bf16"), RECENT_PAGE, math.ceil(recent / RECENT_PAGE), recipe.needs_mass
     )
-    held = _held(recipe, policy, window, tokens, prompt)
     page = recipe.page_size
     if page % group:
         raise UsageError(
             f"page_size {page} must be a multiple of the {group} tokens that share a scale in "
             f"codec {policy.classes[0].name}"
         )
-    sizes = (policy.first, held - policy.first) if policy.first else (held,)
+    sizes = _sizes(recipe, policy, window, tokens, prompt)
     rest = tuple(
-        ClassGeometry(codec, page, max(1, math.ceil(size / page)), recipe.needs_mass)
-        for codec, size in zip(policy.classes, sizes, strict=True)
+        ClassGeometry(
+            codec,
+            page,
+            max(1, math.ceil(size / page)),
+            recipe.needs_mass,
+            recipe.retention is not None and policy.keeps == "budget" and index in policy.of_kind,
+        )
+        for index, (codec, size) in enumerate(zip(policy.classes, sizes, strict=True), 1)
     )
-    return LayerGeometry((first, *rest), recipe.needs_queries)
+    return LayerGeometry((first, *rest), policy.queries)
+
+
+def _sizes(
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int
+) -> list[int]:
+    """Tokens of one KV head in each class, at most."""
+    if recipe.segmenter is None and recipe.prompt_codec is None:
+        held = _held(recipe, policy, window, tokens, prompt)
+        return [policy.first, held - policy.first] if policy.first else [held]
+    if policy.keeps == "window":
+        return [_held(recipe, policy, window, tokens, prompt)]
+    of_prompt, of_answer = prompt, tokens
+    if policy.keeps == "budget" and recipe.retention is not None:
+        if recipe.selector is not None:
+            of_prompt = min(max(recipe.most(prompt), recipe.floor), prompt)
+        # Tokens that share a scale keep their slots until the last of them has gone.
+        if all(codec.group == 1 for codec in policy.classes):
+            every = recipe.segmenter.every
+            of_answer = min(recipe.most_retained(tokens) + every + recipe.tick, tokens)
+    elif policy.keeps == "budget":
+        of_answer = _held(recipe, policy, window, tokens, prompt)
+    sizes = [0] * len(policy.classes)
+    sizes[policy.of_prompt - 1] += of_prompt
+    for index in set(policy.of_kind):
+        sizes[index - 1] += of_answer
+    return [min(size, tokens) for size in sizes]
 
 
 def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int) -> int:

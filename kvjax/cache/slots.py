@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.cache import KVCache, LayerCache
 from kvjax.cache.pages import give_pages, take_pages
 from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values
+from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
 
 
@@ -91,10 +92,10 @@ def store(
     pool, codec = layer.pools[index], layer.codecs[index]
     table, free = layer.tables[index], layer.free[index]
     needed = keep.sum(-1, dtype=jnp.int32)
-    lacking = needed - _is_free(pool, table).sum((2, 3), dtype=jnp.int32)
+    lacking = needed - _is_free(pool, table, codec.group).sum((2, 3), dtype=jnp.int32)
     wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
     table, free = take_pages(free, table, wanted)
-    pages, slots = _free_slots(pool, table, keep)
+    pages, slots = _free_slots(pool, table, keep, codec.group)
     # What is not kept goes to the scratch page, as zeros: see ``append``.
     k, v = (jnp.where(keep[..., None], x, 0) for x in (k, v))
     coded = _encode(codec, pool, k, v)
@@ -104,16 +105,23 @@ def store(
     return replace_class(layer, index, pools=pool, tables=table, free=free), placed
 
 
-def evict(layer: LayerCache, index: int, keep: Bool[Array, "B Hkv P page"]) -> LayerCache:
+def evict(
+    layer: LayerCache, index: int, keep: Bool[Array, "B Hkv P page"], *, forget: bool = True
+) -> LayerCache:
     """Free the slots of a class that are not to be kept, and give back the pages left empty.
 
     The pages of the first class stay: a row needs them again with its next token.
+
+    Args:
+        forget: False leaves the bias of a freed slot, so that it is still attended until it is
+            used again or its page is given back (an ablation).
     """
     pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
-    live = keep & (pool.bias[table] > -jnp.inf)
+    live = keep & (pool.pos[table] >= 0)
+    attended = live if forget else jnp.broadcast_to(live.any(-1, keepdims=True), live.shape)
     pool = dataclasses.replace(
         pool,
-        bias=pool.bias.at[table].set(jnp.where(live, pool.bias[table], -jnp.inf)),
+        bias=pool.bias.at[table].set(jnp.where(attended, pool.bias[table], -jnp.inf)),
         pos=pool.pos.at[table].set(jnp.where(live, pool.pos[table], -1)),
     )
     if index:
@@ -138,6 +146,11 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         name: jnp.where(rows, 0, getattr(cache, name))
         for name in ("length", "prompt", "stored", "crowded")
     }
+    if cache.thoughts is not None:
+        none = no_thoughts(*cache.thoughts.kind.shape)
+        counters["thoughts"] = jax.tree.map(
+            lambda new, old: jnp.where(rows[:, None], new, old), none, cache.thoughts
+        )
     return dataclasses.replace(cache, layers=tuple(layers), **counters)
 
 
@@ -168,7 +181,7 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
         return array.at[table].set(jnp.moveaxis(sorted_, 3, 2 + axis))
 
     axes = {"k": 1, "v": 2, "bias": 1, "pos": 1, "k_scale": 1, "v_scale": 2, "mass": 1}
-    axes |= {"k_zero": 1, "v_zero": 2}
+    axes |= {"k_zero": 1, "v_zero": 2, "level": 1}
     pool = dataclasses.replace(
         pool, **{name: move(getattr(pool, name), axis) for name, axis in axes.items()}
     )
@@ -177,16 +190,23 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
     return replace_class(layer, index, pools=pool, tables=table, free=free)
 
 
-def _is_free(pool: KVPages, table: Int[Array, "B Hkv P"]) -> Bool[Array, "B Hkv P page"]:
-    return (pool.bias[table] == -jnp.inf) & (table != SCRATCH_PAGE)[..., None]
+def _is_free(
+    pool: KVPages, table: Int[Array, "B Hkv P"], group: int
+) -> Bool[Array, "B Hkv P page"]:
+    """Slots to be used: those that share a scale are free together or not at all."""
+    free = (pool.pos[table] < 0) & (table != SCRATCH_PAGE)[..., None]
+    if group == 1:
+        return free
+    groups = free.reshape(*table.shape, -1, group)
+    return jnp.broadcast_to(groups.all(-1, keepdims=True), groups.shape).reshape(free.shape)
 
 
 def _free_slots(
-    pool: KVPages, table: Int[Array, "B Hkv P"], keep: Bool[Array, "B Hkv T"]
+    pool: KVPages, table: Int[Array, "B Hkv P"], keep: Bool[Array, "B Hkv T"], group: int
 ) -> tuple[Int[Array, "B Hkv T"], Int[Array, "B Hkv T"]]:
     """Page and slot for every token to be kept; the scratch page where there is none left."""
     rows, heads, tokens = keep.shape
-    free = _is_free(pool, table).reshape(rows, heads, -1)
+    free = _is_free(pool, table, group).reshape(rows, heads, -1)
     rank = jnp.cumsum(free, -1, dtype=jnp.int32) - 1
     # The r-th free slot of every KV head; beyond the last one, a page that is not there.
     none = free.shape[-1]

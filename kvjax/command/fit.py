@@ -48,7 +48,7 @@ def candidates(config: DecodeConfig, outlined: Outline) -> Iterator[Recipe]:
     evicting = recipes.parse(
         "snapkv_decode", codec="int4", page_size=page, recent=recent, budget=1.0, **staying(config)
     )
-    tokens, least = outlined.plan(evicting).tokens, _least(evicting, outlined)
+    tokens, least = outlined.plan(evicting).tokens, outlined.least_budget(evicting)
     budgets = [max(math.ceil(share * tokens), least) for share in SHARES]
     for budget in dict.fromkeys(budget for budget in budgets if budget < tokens):
         yield dataclasses.replace(evicting, budget=budget)
@@ -74,17 +74,12 @@ def _fitting(config: DecodeConfig, outlined: Outline) -> Recipe:
     )
 
 
-def _least(recipe: Recipe, outlined: Outline) -> int:
-    """The smallest budget that can be kept to."""
-    return recipe.floor + outlined.prompt_tokens * recipe.spares_prompt
-
-
 def _of_bytes(recipe: Recipe, given: str, outlined: Outline) -> Recipe:
     """The recipe with the largest budget whose rows take no more than so many bytes."""
     limit = read_size(given, "--kv-budget-bytes")
 
     with flags_in_errors():
-        least = _least(recipe, outlined)
+        least = outlined.least_budget(recipe)
         budget = largest_budget(recipe, limit, outlined.plan, least)
         if budget is None:
             smallest = outlined.plan(dataclasses.replace(recipe, budget=least)).geometry.row_bytes

@@ -10,6 +10,7 @@ from flax import nnx
 
 from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
+from kvjax.cache.plan import least_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, stream_options
 from kvjax.command.prompts import Row
@@ -39,6 +40,10 @@ class Outline:
             UsageError: the recipe does not fit the model or the prompts.
         """
         return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
+
+    def least_budget(self, recipe: Recipe) -> int:
+        """The smallest budget that the run can keep to."""
+        return least_budget(recipe, self.prompt_tokens, self.request["max_new_tokens"])
 
 
 def outline(config: DecodeConfig, rows: list[Row]) -> Outline:

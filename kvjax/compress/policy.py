@@ -15,15 +15,21 @@ class Policy:
     """How one layer is kept.
 
     Attributes:
-        classes: codecs of the tokens that are no longer recent. With two, the first is for the
-            row's first tokens (``first`` of them).
+        classes: codecs of the tokens that are no longer recent.
         keeps: "all"; "window": what the layer's sliding window can still see; "budget": what the
-            recipe's selector picks.
+            recipe's selector or retention picks.
+        first: tokens at the row's start that have the first class for themselves.
+        of_prompt: the class of the prompt's other tokens, 1 for ``classes[0]``.
+        of_kind: the classes of the answer's tokens by the kind of their thought.
+        queries: how many of the last queries the layer keeps.
     """
 
     classes: tuple[KVCodec, ...]
     keeps: Literal["all", "window", "budget"]
     first: int = 0
+    of_prompt: int = 1
+    of_kind: tuple[int, int, int] = (1, 1, 1)
+    queries: int = 0
 
 
 def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
@@ -40,22 +46,42 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
         (None if index == "*" else _layer(index, count, "layer_codecs"), spec)
         for index, spec in recipe.layer_codecs
     ]
+    sampled = () if recipe.segmenter is None else recipe.segmenter.layers
+    for layer in sampled:
+        _layer(layer, count, "segmenter.layers")
+        if config.windows[layer] is not None:
+            raise UsageError(
+                f"segmenter.layers names layer {layer}, whose sliding window hides most tokens: "
+                "take layers without one"
+            )
     found = []
     for layer in range(count):
         given = next((spec for index, spec in named if index in (None, layer)), None)
-        codec = _for_model(given or recipe.codec, config)
-        if layer == 0 and given is None and codec.balance and codec.k.bits < 8:
-            codec = _for_model("int8", config)  # whose keys suffer most from few bits
-        keeps = "all"
+        codec = _for_layer(layer, given, recipe.codec, config)
         if config.windows[layer] is not None:
-            keeps = "window"
-        elif recipe.selector is not None and layer not in skipped:
-            keeps = "budget"
-        split = recipe.positions == "contiguous" and recipe.sinks and keeps == "budget"
-        found.append(
-            Policy((codec, codec), keeps, recipe.sinks) if split else Policy((codec,), keeps)
-        )
+            found.append(Policy((codec,), "window", queries=recipe.needs_queries))
+            continue
+        evicts = recipe.selector is not None or recipe.retention is not None
+        keeps = "budget" if evicts and layer not in skipped else "all"
+        if recipe.positions == "contiguous" and recipe.sinks and keeps == "budget":
+            split = Policy((codec, codec), keeps, recipe.sinks, 2, (2, 2, 2), recipe.needs_queries)
+            found.append(split)
+            continue
+        own = [recipe.prompt_codec or recipe.codec, *(recipe.thought_codecs or [recipe.codec] * 3)]
+        codecs = [_for_layer(layer, given, spec, config) for spec in own]
+        classes = tuple(dict.fromkeys(codecs))
+        of_prompt, *of_kind = (1 + classes.index(codec) for codec in codecs)
+        queries = max(recipe.needs_queries, layer in sampled)
+        found.append(Policy(classes, keeps, 0, of_prompt, tuple(of_kind), queries))
     return tuple(found)
+
+
+def _for_layer(layer: int, given: str | None, spec: str, config: ModelConfig) -> KVCodec:
+    """The codec of a layer: the one given for it, or a safer one than ``spec`` where it must be."""
+    codec = _for_model(given or spec, config)
+    if layer == 0 and given is None and codec.balance and codec.k.bits < 8:
+        return _for_model("int8", config)  # whose keys suffer most from few bits
+    return codec
 
 
 def group(of_layer: tuple[Policy, ...]) -> int:

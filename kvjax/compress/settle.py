@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.cache import LayerCache
+from kvjax.cache.cache import LayerCache, query_positions
 from kvjax.cache.slots import append, evict, reserve_layer, store
 from kvjax.compress.context import Context
 from kvjax.compress.keep import keep_mask, protected
 from kvjax.compress.policy import Policy, group
 from kvjax.recipes import Recipe
+from kvjax.thoughts.state import Thoughts
 from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.read import plain_keys
 
@@ -56,10 +57,21 @@ def leaving(
     of_layer: tuple[Policy, ...],
     stored: Int[Array, " B"],
     length: Int[Array, " B"],
+    prompt: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """The position below which tokens leave the recent window: whole groups of them."""
+    """The position below which tokens leave the recent window: whole groups of them.
+
+    Where thoughts are told apart, the answer's groups are counted from its start, and a segment
+    whose kind is found at its end leaves in whole.
+    """
     together = group(of_layer)
-    return jnp.maximum(stored, jnp.maximum(length - recipe.window, 0) // together * together)
+    below = jnp.maximum(length - recipe.window, 0)
+    if recipe.segmenter is None:
+        return jnp.maximum(stored, below // together * together)
+    if recipe.segmenter.covers == "past":
+        together = recipe.segmenter.every
+    answered = jnp.maximum(below - prompt, 0)
+    return jnp.maximum(stored, jnp.minimum(below, prompt) + answered // together * together)
 
 
 def settle(
@@ -73,6 +85,7 @@ def settle(
     incoming: Incoming | None = None,
     *,
     select: bool = True,
+    thoughts: Thoughts | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Move one layer's tokens out of the recent window, and evict what is not worth its slot.
 
@@ -84,6 +97,7 @@ def settle(
         window: of the layer's attention, None if it has none.
         incoming: tokens of a prompt, if one is being read.
         select: False only moves tokens.
+        thoughts: of an answer, where they are told apart.
 
     Returns:
         The layer, and how many tokens of each row found no slot.
@@ -91,21 +105,23 @@ def settle(
     pos, k, v, mass = _candidates(layer, rows, incoming)
     there = pos < rows.length[:, None]
     keep = jnp.broadcast_to(there[:, None], k.shape[:3])
-    if policy.keeps == "window" or (select and policy.keeps == "budget"):
+    selects = select and policy.keeps == "budget" and recipe.selector is not None
+    if policy.keeps == "window" or selects:
         kept, keep = _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass)
         for c, mask in enumerate(kept, 1):
             layer = evict(layer, c, mask)
     out = keep & (pos < rows.leaving[:, None])[:, None]
-    layer, crowded = _place(layer, recipe, policy, pos, k, v, mass, out)
+    into = _classes(policy, pos, rows.prompt, recipe, thoughts)
+    layer, crowded = _place(layer, recipe, into, pos, k, v, mass, out)
     return _renew(layer, rows, incoming), crowded
 
 
-def _place(layer, recipe, policy, pos, k, v, mass, out):
+def _place(layer, recipe, into, pos, k, v, mass, out):
     """Store tokens in their classes; where one is full, the recipe says what gives way."""
     crowded = jnp.zeros(len(pos), jnp.int32)
     left = jnp.zeros(out.shape, bool)
     for c in range(1, len(layer.pools)):
-        mine = out & _belongs(policy, c, pos)[:, None]
+        mine = out & (into == c)[:, None]
         if recipe.when_full == "next":
             mine |= left
         layer, placed = store(layer, c, k, v, pos, mine, mass)
@@ -182,7 +198,7 @@ def _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mas
             seed=rows.seed,
             k=_keys(layer, recipe, k),
             queries=layer.queries,
-            query_pos=query_positions(recipe, rows.length),
+            query_pos=None if layer.queries is None else query_positions(layer, rows.length),
             mass=None
             if mass is None
             else joined([p.mass[t] for p, t in zip(pools, tables, strict=True)], mass),
@@ -207,7 +223,7 @@ def _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mas
 
 def _keys(layer: LayerCache, recipe: Recipe, k):
     """Keys of all classes and of the candidates, where the selector reads them."""
-    if not (recipe.selector.needs_keys or recipe.needs_queries):
+    if not (recipe.selector.needs_keys or recipe.selector.needs_queries):
         return None
     stored = [
         plain_keys(pool, table, k.dtype).reshape(*k.shape[:2], -1, k.shape[3])
@@ -216,21 +232,22 @@ def _keys(layer: LayerCache, recipe: Recipe, k):
     return jnp.concatenate([*stored, k], 2)
 
 
-def query_positions(recipe: Recipe, length: Int[Array, " B"]) -> Int[Array, "B N"] | None:
-    """Positions of the queries that are kept, -1 where there has been none."""
-    count = recipe.needs_queries
-    if not count:
-        return None
-    slot = jnp.arange(count, dtype=jnp.int32)[None]
-    last = length[:, None] - 1
-    return jnp.maximum(last - (last - slot) % count, -1)
-
-
-def _belongs(policy: Policy, index: int, pos: Int[Array, "B M"]) -> Bool[Array, "B M"]:
-    """Which tokens go to a class: without a class for the first ones, all to the next."""
-    if not policy.first:
-        return jnp.full(pos.shape, index == 1)
-    return pos < policy.first if index == 1 else pos >= policy.first
+def _classes(
+    policy: Policy,
+    pos: Int[Array, "B M"],
+    prompt: Int[Array, " B"],
+    recipe: Recipe,
+    thoughts: Thoughts | None,
+) -> Int[Array, "B M"]:
+    """The class that each token goes to."""
+    into = jnp.full(pos.shape, policy.of_kind[0], jnp.int32)
+    if thoughts is not None:
+        segment = (pos - prompt[:, None]) // recipe.segmenter.every
+        at = jnp.clip(segment, 0, thoughts.kind.shape[1] - 1)
+        kind = jnp.take_along_axis(thoughts.kind, at, 1)
+        into = jnp.asarray(policy.of_kind, jnp.int32)[jnp.maximum(kind, 0)]
+    into = jnp.where(pos < prompt[:, None], policy.of_prompt, into)
+    return jnp.where(pos < policy.first, 1, into)
 
 
 def _renew(layer: LayerCache, rows: Rows, incoming: Incoming | None) -> LayerCache:

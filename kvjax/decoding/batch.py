@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from kvjax.cache.plan import Plan
@@ -54,12 +55,14 @@ class Batch:
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
         length, slots, pages = map(np.asarray, (output.length, output.slots, output.pages))
         crowded = np.asarray(output.crowded)
+        held_thoughts = jax.tree.map(np.asarray, output.thoughts)
         self._clock.mark(int(real[:, : len(self.rows)].sum()))
         for i, row in enumerate(self.rows):
             if row.finish is not None:
                 continue
             text, new = row.push(tokens[real[:, i], i].tolist())
-            self._log[i].add(int(length[i]), slots[i], pages[i])
+            thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
+            self._log[i].add(int(length[i]), slots[i], pages[i], thoughts)
             if not finite[i]:
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "
@@ -97,6 +100,7 @@ class Batch:
             reasoning=reasoning,
             report=report(self._lm, self._options, self._planned, self._clock, self._log[i], row),
             error=row.error,
+            history=self._log[i].history(self._options.recipe, len(row.request.ids)),
         )
         return Event("done", row=row.request.row, result=result)
 

@@ -13,6 +13,7 @@ from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
+from kvjax.thoughts import Thoughts
 from pallas_kernels import paged_attention
 
 
@@ -47,6 +48,7 @@ class ChunkOutput:
         slots: live slots of each row, over all KV heads, for every layer and class.
         pages: pages that each row owns, likewise.
         crowded: tokens (of one layer and KV head each) that found no slot.
+        thoughts: the rows' thoughts, where they are told apart.
     """
 
     tokens: Int[Array, "N B"]
@@ -56,11 +58,14 @@ class ChunkOutput:
     slots: Int[Array, "B L C"]
     pages: Int[Array, "B L C"]
     crowded: Int[Array, " B"]
+    thoughts: Thoughts | None
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
         cache = state.cache
-        return cls(tokens, real, state.finite, cache.length + 0, *held(cache), cache.crowded + 0)
+        # Numbers of their own: the cache's are in use again by the time that these are read.
+        crowded, thoughts = jax.tree.map(lambda x: x + 0, (cache.crowded, cache.thoughts))
+        return cls(tokens, real, state.finite, cache.length + 0, *held(cache), crowded, thoughts)
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "repetition", "cache_full", "interrupted", "error"]
 
 
@@ -30,6 +32,31 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
+class History:
+    """What a row's cache held after every chunk of decoding.
+
+    Attributes:
+        lengths: tokens read by then, the prompt among them.
+        live: tokens held a KV head, mean over layers.
+        bytes: of the pages owned.
+        full_token_bytes: of one token in a bare bfloat16 cache.
+        prompt: tokens of the prompt.
+        every: tokens of a segment, 0 where thoughts are not told apart.
+        kinds: a letter for each segment of the answer, as far as known in the end.
+        sizes: tokens that each of them held [chunks, segments]; a growing one's, all of it.
+    """
+
+    lengths: np.ndarray
+    live: np.ndarray
+    bytes: np.ndarray
+    full_token_bytes: int
+    prompt: int
+    every: int = 0
+    kinds: str = ""
+    sizes: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """One prompt's answer.
 
@@ -41,6 +68,7 @@ class Result:
         reasoning: what stood in the model's thinking block, None if it had none.
         report: usage, timing, bytes and the run's settings, ready for JSON.
         error: what went wrong with this row.
+        history: what its cache held after every chunk.
     """
 
     text: str
@@ -50,6 +78,7 @@ class Result:
     reasoning: str | None = None
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str | None = None
+    history: History | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

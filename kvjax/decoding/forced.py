@@ -5,7 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, reserve
 from kvjax.cache import held as held_by_rows
@@ -67,36 +67,33 @@ def force_chunk(
 
 def force_together(
     model: Decoder,
-    cache: KVCache,
+    state: DecodeState,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
-    select: Bool[Array, " B"],
-    seed: int,
     *,
     recipe: Recipe,
-) -> tuple[KVCache, Float[Array, "B T E"], Held]:
-    """``force_chunk`` and the maintenance after it, but for a chunk's tokens all at once.
+) -> tuple[DecodeState, Float[Array, "B T E"], Held]:
+    """``force_chunk``, but for a tick's tokens all at once.
 
-    What a token attends to, what leaves the recent window and what is selected from are the same;
-    so are the results, up to rounding. A pass over the weights serves all the tokens.
+    What a token attends to is the same, and so is the result, up to rounding. A pass over the
+    weights serves all the tokens.
 
     Args:
-        cache: its layers are donated.
+        state: the layers of its cache are donated. ``token`` is not looked at.
         tokens: right-padded token ids.
         count: how many of them belong to each row.
-        select: rows in which tokens are selected after these.
 
     Returns:
-        The cache, the hidden states after the final norm, and what the rows hold.
+        The state, the hidden states after the final norm, and what the rows hold.
     """
-    config = model.config
+    config, cache = model.config, state.cache
     x, angles, rows = begin(
-        model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
+        model.embed, cache.length, cache.stored, tokens, count, 0, config=config, recipe=recipe
     )
-    # These tokens are no prompt.
-    rows = dataclasses.replace(rows, prompt=cache.prompt, select=select)
-    x, cache = read_layers(model, cache, x, angles, rows, recipe)
-    return cache, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)
+    rows = dataclasses.replace(rows, prompt=cache.prompt)  # these tokens are none of it
+    x, cache = read_layers(model, cache, x, angles, rows, recipe, settles=False)
+    state = dataclasses.replace(state, cache=cache, left=state.left - count)
+    return state, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))

@@ -239,14 +239,14 @@ def _decode(
             return
         dispatched = None
         if longest < last:
-            if done and not recipe.keeps_all:
+            if not recipe.keeps_all:
                 state = maintain(
                     state,
                     batch.compressing(),
                     _bits(options.seed),
                     config=lm.config,
                     recipe=recipe,
-                    select=bool(recipe.every) and done % recipe.every == 0,
+                    done=done,
                 )
             longest += steps
             done += steps

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.compress.policy import policies
@@ -14,6 +14,9 @@ from kvjax.compress.settle import Rows, leaving, settle
 from kvjax.decoding.chunk import DecodeState
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
+from kvjax.thoughts import Thoughts
+from kvjax.thoughts.demotion import make_fit, refresh
+from kvjax.thoughts.pages import Segments, last_sparsity, retire, settle_levels
 
 
 def maintain(
@@ -23,9 +26,9 @@ def maintain(
     *,
     config: ModelConfig,
     recipe: Recipe,
-    select: bool,
+    done: int,
 ) -> DecodeState:
-    """Move what is no longer recent into pages, and select.
+    """Move what is no longer recent into pages; tell thoughts apart, and evict, when it is time.
 
     A row is worked on by its own lengths alone; a finished one stays as it is. Layers that are
     alike run the same compiled program, one after the other.
@@ -36,44 +39,116 @@ def maintain(
         seed: of selectors that draw.
         config: the model's.
         recipe: how the cache is kept.
-        select: whether this is the time for a selection; it is after every ``recipe.every`` steps.
+        done: decode steps so far, a multiple of ``recipe.tick``: thoughts are told apart, and
+            segments become complete, after every ``recipe.segmenter.every`` of them, and selections
+            come after every ``recipe.every``. At 0 the first thought's kind is all there is to do.
     """
+    if recipe.segmenter is not None:
+        state = _tell_thoughts(state, compress, config, recipe, done)
+    if not done:
+        return state
     cache = state.cache
-    rows = _rows(
-        cache.length,
-        cache.prompt,
-        cache.stored,
-        state.left,
-        compress,
-        seed,
-        config=config,
-        recipe=recipe,
+    counters = cache.length, cache.prompt, cache.stored, cache.thoughts
+    rows, thoughts, segments = _rows(
+        *counters, state.left, compress, seed, config=config, recipe=recipe
     )
+    select = recipe.retention is None and bool(recipe.every) and done % recipe.every == 0
+    closing, demoting = _due(recipe, done)
     layers, crowded = [], cache.crowded
     for index, (layer, policy) in enumerate(
         zip(cache.layers, policies(recipe, config), strict=True)
     ):
+        ours = policy.keeps == "budget"
         layer, crowded = _settle(
             layer,
             rows,
+            thoughts,
+            segments,
             crowded,
             np.int32(index),
             recipe=recipe,
             policy=policy,
             scale=config.scale,
             window=config.windows[index],
-            select=select and policy.keeps == "budget",
+            select=select and ours,
+            closing=closing and ours,
+            demoting=demoting and ours,
         )
         layers.append(layer)
-    cache = dataclasses.replace(cache, layers=tuple(layers), stored=rows.leaving, crowded=crowded)
+    cache = dataclasses.replace(
+        cache, layers=tuple(layers), stored=rows.leaving, crowded=crowded, thoughts=thoughts
+    )
     return dataclasses.replace(state, cache=cache)
 
 
+def _due(recipe: Recipe, done: int) -> tuple[bool, bool]:
+    """Whether segments can have become complete, and whether any can have been demoted."""
+    if recipe.retention is None:
+        return False, False
+    past = (done - recipe.window) % recipe.segmenter.every
+    closing = done >= recipe.segmenter.every and past < recipe.tick
+    return closing, closing or done % recipe.segmenter.every == 0
+
+
+def _tell_thoughts(
+    state: DecodeState, compress, config: ModelConfig, recipe: Recipe, done: int
+) -> DecodeState:
+    """Find the kind of a segment, where rows are at a border."""
+    if done % recipe.segmenter.every:
+        return state
+    cache = state.cache
+    samples = tuple(
+        _sparsity(
+            cache.layers[layer],
+            cache.length,
+            scale=config.scale,
+            corrected=recipe.segmenter.corrected,
+        )
+        for layer in recipe.segmenter.layers
+    )
+    thoughts = _refresh(
+        cache.thoughts, samples, cache.length, cache.prompt, state.left, compress, recipe=recipe
+    )
+    return dataclasses.replace(state, cache=dataclasses.replace(cache, thoughts=thoughts))
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "corrected"))
+def _sparsity(layer: LayerCache, length, *, scale: float, corrected: bool):
+    return last_sparsity(layer, scale, length, corrected)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe",))
+def _refresh(
+    thoughts: Thoughts,
+    samples: tuple[Float[Array, " B"], ...],
+    length: Int[Array, " B"],
+    prompt: Int[Array, " B"],
+    left: Int[Array, " B"],
+    compress: Bool[Array, " B"],
+    *,
+    recipe: Recipe,
+) -> Thoughts:
+    unknown = jnp.full(length.shape, jnp.nan, jnp.float32)
+    sparsity = jnp.stack(samples).mean(0) if samples else unknown
+    return refresh(
+        thoughts,
+        recipe.segmenter,
+        recipe.retention,
+        sparsity,
+        length - prompt,
+        left > 0,
+        compress,
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
-def _rows(length, prompt, stored, left, compress, seed, *, config: ModelConfig, recipe: Recipe):
+def _rows(
+    length, prompt, stored, thoughts, left, compress, seed, *, config: ModelConfig, recipe: Recipe
+):
+    """Where the rows stand, and what the budget makes of their thoughts."""
     active = left > 0
-    below = leaving(recipe, policies(recipe, config), stored, length)
-    return Rows(
+    below = leaving(recipe, policies(recipe, config), stored, length, prompt)
+    rows = Rows(
         before=length,
         length=length,
         prompt=prompt,
@@ -82,15 +157,48 @@ def _rows(length, prompt, stored, left, compress, seed, *, config: ModelConfig, 
         select=compress & active,
         seed=jnp.asarray(seed, jnp.int32),
     )
+    if recipe.retention is None:
+        return rows, thoughts, None
+    every = recipe.segmenter.every
+    were, closed = (jnp.maximum(pos - prompt, 0) // every for pos in (stored, rows.leaving))
+    segments = Segments(prompt, jnp.where(closed > were, closed - 1, -1), every)
+    budget = recipe.retained(length - prompt)
+    fitted = make_fit(thoughts, every, recipe.retention, closed, budget)
+    return rows, _where(rows.select, fitted, thoughts), segments
+
+
+def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
+    return jax.tree.map(lambda a, b: jnp.where(rows[:, None], a, b), new, old)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("recipe", "policy", "scale", "window", "select"),
+    static_argnames=("recipe", "policy", "scale", "window", "select", "closing", "demoting"),
     donate_argnames=("layer", "crowded"),
 )
 def _settle(
-    layer: LayerCache, rows: Rows, crowded, index, *, recipe, policy, scale, window, select
+    layer: LayerCache,
+    rows: Rows,
+    thoughts: Thoughts | None,
+    segments: Segments | None,
+    crowded,
+    index,
+    *,
+    recipe,
+    policy,
+    scale,
+    window,
+    select,
+    closing,
+    demoting,
 ):
-    layer, lost = settle(layer, index, recipe, policy, scale, window, rows, select=select)
+    layer, lost = settle(
+        layer, index, recipe, policy, scale, window, rows, select=select, thoughts=thoughts
+    )
+    if closing:
+        layer = settle_levels(
+            layer, index, recipe.retention, segments, scale, rows.length, rows.seed
+        )
+    if demoting:
+        layer = retire(layer, thoughts, segments, recipe.retention)
     return layer, crowded + lost

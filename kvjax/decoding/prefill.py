@@ -1,5 +1,6 @@
 """Reading a prompt: a chunk of tokens attends to the pages before it and to itself."""
 
+import dataclasses
 import functools
 
 import jax
@@ -80,8 +81,13 @@ def read_layers(
     angles: tuple[Array, Array],
     rows: Rows,
     recipe: Recipe,
+    *,
+    settles: bool = True,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Let tokens through all layers, into the cache; what else it takes is what ``begin`` made.
+
+    Args:
+        settles: False leaves the tokens in the recent window, which must have room for them.
 
     Returns:
         The hidden states before the final norm, and the cache, whose layers were donated.
@@ -101,9 +107,17 @@ def read_layers(
             recipe=recipe,
             policy=of_layer[index],
             window=config.windows[index],
+            settles=settles,
         )
         layers.append(layer)
-    return x, KVCache(tuple(layers), rows.length, rows.prompt, rows.leaving, crowded)
+    return x, dataclasses.replace(
+        cache,
+        layers=tuple(layers),
+        length=rows.length,
+        prompt=rows.prompt,
+        stored=rows.leaving if settles else rows.stored,
+        crowded=crowded,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
@@ -113,7 +127,7 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
     after = length + count
     below = stored
     if not recipe.keeps_all:
-        below = leaving(recipe, policies(recipe, config), stored, after)
+        below = leaving(recipe, policies(recipe, config), stored, after, after)
     rows = Rows(
         before=length,
         length=after,
@@ -128,7 +142,7 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "recipe", "policy", "window"),
+    static_argnames=("config", "recipe", "policy", "window", "settles"),
     donate_argnames=("layer", "x", "crowded"),
 )
 def _read(
@@ -144,6 +158,7 @@ def _read(
     recipe,
     policy,
     window,
+    settles,
 ):
     """One layer: attend, and settle what was read."""
     offset = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -157,14 +172,15 @@ def _read(
             history = _attend_pages(query, positions, pool, table, config.scale, window)
             out, lse = merge(out, lse, *history)
         result = add_sinks(out, lse, sinks).astype(q.dtype)
-        if recipe.keeps_all:
-            kept = reserve_layer(layer, rows.length)
-            return result, (append(kept, k, v, positions, _last(kept, positions, rows)), crowded)
         kept, mass = layer, None
         if recipe.needs_mass:
             norm = lse_with_sinks(lse, sinks)
             kept, mass = prefill_mass(layer, q, k, positions, real, norm, config.scale, window)
         kept = remember(kept, q, positions, real)
+        if recipe.keeps_all or not settles:
+            kept = reserve_layer(kept, rows.length)
+            last = _last(kept, positions, rows)
+            return result, (append(kept, k, v, positions, last, mass), crowded)
         new = Incoming(k, v, mass)
         kept, lost = settle(kept, index, recipe, policy, config.scale, window, rows, new)
         return result, (kept, crowded + lost)

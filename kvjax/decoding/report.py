@@ -11,11 +11,13 @@ import numpy as np
 
 from kvjax.cache import Geometry, Plan
 from kvjax.decoding.clock import Clock
+from kvjax.decoding.events import History
 from kvjax.decoding.requests import Options
 from kvjax.decoding.row import Row
 from kvjax.loading import LanguageModel
 from kvjax.memory import memory_in_use
-from kvjax.recipes import as_dict
+from kvjax.recipes import Recipe, as_dict
+from kvjax.thoughts import KINDS, Thoughts
 
 
 class BytesLog:
@@ -31,6 +33,10 @@ class BytesLog:
         # What a row has whatever it holds: its last queries.
         self._fixed = geometry.query_bytes // geometry.rows
         self._slots = np.zeros(size, np.int64)
+        self._most = np.zeros(size, np.int64)
+        self.thoughts: list[Thoughts] = []
+        self.bytes: list[int] = []
+        self.lengths: list[int] = []
         self.live: list[float] = []
         self.ratios: list[float] = []
         self.peak_bytes = 0
@@ -39,14 +45,50 @@ class BytesLog:
         self.live_bytes = 0
         self.full_bytes = 0
 
-    def add(self, logical: int, slots: np.ndarray, pages: np.ndarray) -> None:
-        """Note the slots that are live and the pages that are owned, for every layer and class."""
+    def add(
+        self,
+        logical: int,
+        slots: np.ndarray,
+        pages: np.ndarray,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        """Note the slots that are live and the pages that are owned, for every layer and class.
+
+        Args:
+            thoughts: the row's, where they are told apart; of numpy arrays without a row axis.
+        """
         self.logical, self._slots = logical, slots
+        self._most = np.maximum(self._most, slots)
+        if thoughts is not None:
+            self.thoughts.append(thoughts)
         self.live_bytes = int((pages * self._page_bytes).sum()) + self._fixed
         self.full_bytes = logical * self._geometry.full_token_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.live.append(self.live_tokens)
+        self.bytes.append(self.live_bytes)
+        self.lengths.append(logical)
         self.ratios.append(self.live_bytes / self.full_bytes)
+
+    def history(self, recipe: Recipe, prompt: int) -> History:
+        """All of it, for a drawing."""
+        found = History(
+            np.array(self.lengths),
+            np.array(self.live),
+            np.array(self.bytes),
+            self._geometry.full_token_bytes,
+            prompt,
+        )
+        if not self.thoughts:
+            return found
+        every = recipe.segmenter.every
+        start = prompt + every * np.arange(len(self.thoughts[0].kind))
+        sizes = np.clip(found.lengths[:, None] - start, 0, every)
+        if recipe.retention is not None:
+            left = np.array(recipe.retention.sizes(every))
+            levels = np.stack([thoughts.level for thoughts in self.thoughts])
+            sizes = np.where(sizes == every, left[levels], sizes)
+        kinds = "".join(KINDS[kind] for kind in self.thoughts[-1].kind if kind >= 0)
+        return dataclasses.replace(found, every=every, kinds=kinds, sizes=sizes[:, : len(kinds)])
 
     @property
     def live_tokens(self) -> float:
@@ -59,12 +101,13 @@ class BytesLog:
         shape = self._geometry
         heads = len(shape.layers) * shape.num_kv_heads
         held = collections.Counter()
-        recent = 0.0
+        recent, coded = 0.0, 0
         for layer, slots in zip(shape.layers, self._slots, strict=True):
             for i, part in enumerate(layer.classes):
                 each = shape.slot_bytes(part)
                 buffer = i == 0 and len(layer.classes) > 1
                 recent += int(slots[i]) * each["codes"] * buffer
+                coded += int(slots[i]) * (not buffer)
                 for name, count in each.items():
                     held[name] += int(slots[i]) * count * (not buffer or name != "codes")
         return {
@@ -77,6 +120,13 @@ class BytesLog:
             },
             "evictions": round(self.logical * heads - int(self._slots.sum())),
             "crowded": self.crowded,
+            # Tokens stored beyond the most that were ever held at once.
+            "slots_reused": round(
+                (self.logical * heads - int(self._slots[:, 0].sum()) - int(self._most[:, 1:].sum()))
+                if self._slots.shape[1] > 1
+                else 0
+            ),
+            "bits": 8 * (held["codes"] + held["scales"]) / max(coded * 2 * shape.head_dim, 1),
             "bytes": {
                 "codes": round(held["codes"]),
                 "scales": round(held["scales"]),
@@ -101,6 +151,27 @@ class BytesLog:
         }
 
 
+def _thoughts(seen: list[Thoughts], row: Row) -> dict[str, Any]:
+    """What the row's thoughts were and how often work was done on them."""
+    if not seen:
+        return {}
+    last, steps = seen[-1], max(len(row.tokens) - 1, 1)
+    kinds = "".join(KINDS[kind] for kind in last.kind if kind >= 0)
+    demoted = np.array([thoughts.demoted for thoughts in seen])
+    events = int((np.diff(demoted.sum(1)) > 0).sum())
+    known = last.sparsity[: len(kinds)]
+    return {
+        "thoughts": {
+            **{kind: kinds.count(kind) for kind in KINDS},
+            "kinds": kinds,
+            "sparsity": [None if np.isnan(value) else float(value) for value in known],
+            "demotions": dict(zip(("transition", "budget"), map(int, last.demoted), strict=True)),
+            "refresh_rate": len(kinds) / steps,
+            "eviction_rate": events / steps,
+        }
+    }
+
+
 def report(
     lm: LanguageModel,
     options: Options,
@@ -117,7 +188,12 @@ def report(
             "think": row.think_tokens,
         },
         "timing": clock.as_dict(),
-        "kv": {"method": options.recipe.name, "budget": options.recipe.budget, **log.as_dict()},
+        "kv": {
+            "method": options.recipe.name,
+            "budget": options.recipe.budget,
+            **log.as_dict(),
+            **_thoughts(log.thoughts, row),
+        },
         "memory": memory_in_use(),
         "run": {
             "kvjax": importlib.metadata.version("kvjax"),

@@ -100,5 +100,5 @@ def _check(pool, pages, slots, k, v, pos, shared) -> None:
 def _one_launch(pool: KVPages) -> bool:
     """Whether the triton backend takes such a pool; whether it runs is decided when lowering."""
     dim = pool.k.shape[2]
-    numbers = pool.k_format == pool.v_format == "float" and pool.mass is None
+    numbers = pool.k_format == pool.v_format == "float" and pool.mass is None and pool.level is None
     return numbers and dim & (dim - 1) == 0 and not 2**31 <= pool.k.nbytes <= 2**32

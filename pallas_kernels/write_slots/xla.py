@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+from pallas_kernels.layout import SCRATCH_PAGE, UNKNOWN_LEVEL, KVPages
 
 _STORE = {"mode": "promise_in_bounds"}
 
@@ -30,6 +30,8 @@ def write_slots_xla(
     }
     if pool.mass is not None:
         stored["mass"] = pool.mass.at[pages, slots].set(0.0 if mass is None else mass, **_STORE)
+    if pool.level is not None:
+        stored["level"] = pool.level.at[pages, slots].set(jnp.uint8(UNKNOWN_LEVEL), **_STORE)
     for name, new in shared.items():
         if new is not None:
             store = _store_rows if name.startswith("k") else _store_columns

@@ -17,7 +17,7 @@ class Random:
     position, and on nothing else, so a row does not feel its neighbours and slots may lie in any
     order. What is evicted is uniform among the tokens that are there. Starting from 0, each of
     the five numbers is hashed into a state of 32 bits, ``state = mix(state ^ mix(number + c))``,
-    whose upper 24 bits are the draw. A few integer operations a slot: the streams of
+    whose upper 24 bits are the draw (``draws``). A few integer operations a slot: the streams of
     ``jax.random`` would be compiled once a layer, at half a second each.
     """
 
@@ -28,10 +28,15 @@ class Random:
     def __call__(self, ctx: Context) -> Float[Array, "B Hkv S"]:
         """Float32 scores; the highest stay."""
         head = jnp.arange(ctx.pos.shape[1], dtype=jnp.int32)[None, :, None]
-        state = jnp.zeros((1, 1, 1), jnp.uint32)
-        for number in (ctx.seed, jnp.int32(ctx.layer), ctx.length[:, None, None], head, ctx.pos):
-            state = _absorb(state, number)
-        return (state >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+        return draws(ctx.seed, jnp.int32(ctx.layer), ctx.length[:, None, None], head, ctx.pos)
+
+
+def draws(*numbers: Int[Array, "..."]) -> Float[Array, "..."]:
+    """A uniform float32 draw from [0, 1) for every combination of whole numbers, broadcast."""
+    state = jnp.zeros((), jnp.uint32)
+    for number in numbers:
+        state = _absorb(state, number)
+    return (state >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def _absorb(state: UInt[Array, "..."], number: Int[Array, "..."]) -> UInt[Array, "..."]:
