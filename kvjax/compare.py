@@ -21,7 +21,7 @@ from kvjax.decoding.generate import NARROWEST
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.decoding.report import BytesLog
-from kvjax.decoding.requests import Options, Request
+from kvjax.decoding.requests import Options, Request, check_model
 from kvjax.decoding.row import Row
 from kvjax.errors import UsageError
 from kvjax.loading import LanguageModel
@@ -240,6 +240,7 @@ def compare(
         )
     if per_layer and tokens.outputs is None:
         raise UsageError("per_layer needs a reference that was made with it")
+    check_model(recipe, lm)
     ids, prompt_tokens = tokens.ids, tokens.prompt_tokens
     rows, total = ids.shape
     planned = _plan(lm, recipe, rows, prompt_tokens, total)

@@ -129,6 +129,12 @@ def read_config(path: pathlib.Path) -> ModelConfig:
     return ModelConfig.from_hf(gguf.hf_config() if gguf else _read_config(path))
 
 
+def read_fingerprint(path: pathlib.Path) -> str:
+    """The fingerprint that the loaded model will have; reads a few bytes of each tensor."""
+    gguf = _open_gguf(path)
+    return fingerprint(read_config(path), gguf or SafetensorsCheckpoint(path))
+
+
 def read_tokenizer(path: pathlib.Path) -> Tokenizer | None:
     """The tokenizer of a directory or GGUF file, None if a directory holds none."""
     return _tokenizer_of(path, _open_gguf(path))

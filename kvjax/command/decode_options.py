@@ -67,12 +67,17 @@ class DecodeConfig:
             "snapkv",
             "snapkv_decode",
             "rkv",
+            "thinkv",
         ]
         | None
     ) = option(None, "how the cache is kept; docs/command.md has what each does (default: full)")
     kv_bits: str | None = option(
-        None, "codec of the tokens: 8, 4, 2, k4v2, fp8, nvfp4, ternary, kivi2, ...", joined=True
+        None,
+        "codec of the tokens: 8, 4, 2, k4v2, fp8, nvfp4, ternary, kivi2, ...; by thought with "
+        "thinkv: R:4,E:4,T:2",
+        joined=True,
     )
+    prompt_bits: str | None = option(None, "codec of the prompt's tokens, if it is another")
     kv_bits_layers: str | None = option(
         None, 'codecs of single layers, the first that fits wins: "0:8,*:4"', joined=True
     )
@@ -109,6 +114,46 @@ class DecodeConfig:
     selector: Literal["h2o", "random", "rkv", "snapkv", "streaming", "tova"] | None = option(
         None, "what chooses the tokens that stay, instead of the method's own"
     )
+    calibration: str | None = option(
+        None,
+        "thinkv: file of python -m kvjax.calibrate (default: the one that comes with kvjax for the "
+        "model, if any; without one all thoughts are of one kind)",
+    )
+    thoughts: str | None = option(
+        None, "thinkv: the kinds of the segments instead, letters of RET that repeat: RRET"
+    )
+    labels: Literal["next", "past"] | None = option(
+        None, "thinkv: which segment a kind found between two is for (default: next)"
+    )
+    sparsity_correction: bool | None = option(
+        None, "thinkv: count evicted tokens in the sparsity (default: yes)"
+    )
+    segment_tokens: int | None = option(
+        None, "thinkv: tokens of a segment (default: 128)", minimum=16
+    )
+    retention: str | None = option(
+        None,
+        "thinkv: tokens left after each demotion of a segment (default: 64,32,16,8,4)",
+        joined=True,
+    )
+    retain_by: Literal["kmeans", "strided", "random", "attention"] | None = option(
+        None, "thinkv: what chooses them (default: kmeans)"
+    )
+    shared_tokens: bool | None = option(
+        None, "thinkv: the same tokens in all KV heads of a layer (default: no)"
+    )
+    transition: Literal["start", "end"] | None = option(
+        None, "thinkv: when a transition demotes what lies before it (default: start)"
+    )
+    attend_evicted: bool = option(
+        False, "thinkv: an evicted token is attended until its slot is used again"
+    )
+    prompt_budget: str | None = option(
+        None,
+        "thinkv: tokens of the prompt that --selector keeps (default: the whole prompt)",
+        joined=True,
+    )
+    paper: bool = option(False, "thinkv: the paper's own choices, where the defaults differ")
     fit: str | None = option(
         None,
         "memory for weights and cache, as 2GiB: choose the best method that fits",
@@ -128,6 +173,9 @@ class DecodeConfig:
         None,
         "with --compare: a text file to compare on, as the answer, instead of what is decoded "
         "without compression",
+    )
+    trace: str | None = option(
+        None, "PNG file for a picture of the run: live tokens by thought, and bytes, over steps"
     )
     page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
@@ -150,6 +198,8 @@ class DecodeConfig:
             raise UsageError("--system-prompt needs the chat template: drop --no-chat-template")
         if self.compare_text and not self.compare:
             raise UsageError("--compare-text is for comparing: pass --compare full as well")
+        if self.prompts and self.trace:
+            raise UsageError("--trace draws one answer: leave it out with --prompts")
         if self.prompts and self.stream:
             raise UsageError("--stream is for one prompt: leave it out with --prompts")
         if self.stream and self.answer_format != "text":

@@ -1,7 +1,9 @@
 """Reading what the user names, with one line that says what is wrong with it."""
 
+import os
 import pathlib
 import sys
+import tempfile
 
 from kvjax.errors import UsageError
 
@@ -40,3 +42,37 @@ def read_text(path: str, flag: str) -> str:
     """
     name = "standard input" if path == "-" else path
     return as_text(read_bytes(path, flag), f"{flag}: {name}")
+
+
+def check_writable(path: str, flag: str, inputs: tuple[str, ...] = ()) -> None:
+    """Refuse a file that could not be written at the end of a run.
+
+    Args:
+        path: the file; it is left alone.
+        flag: what named it, for messages.
+        inputs: files and folders that are read, and so must not be written.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        target = pathlib.Path(os.path.realpath(path))
+        if any(is_within(target, pathlib.Path(name).resolve()) for name in inputs):
+            raise UsageError(f"{flag}: {path} is also an input; name another file")
+        if target.exists() and not target.is_file():
+            raise UsageError(f"{flag}: {path} is no regular file; name another one")
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
+        if target.exists():
+            open(target, "ab").close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{flag}: cannot write {path}: {reason}") from error
+
+
+def is_within(target: pathlib.Path, source: pathlib.Path) -> bool:
+    """Whether writing the target would change the source."""
+    if target.exists() and source.exists() and os.path.samefile(target, source):
+        return True
+    # Only a file that is there can be lost: an answer beside a model's files is no harm.
+    return source.is_dir() and target.is_file() and source in target.parents

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvjax import recipes
 from kvjax.cache.plan import largest_budget
+from kvjax.command.calibrated import calibrated
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.outline import Outline
 from kvjax.command.recipe import described, flags_in_errors, given_recipe, staying
@@ -27,6 +28,7 @@ def settled_recipe(config: DecodeConfig, outlined: Outline) -> Recipe:
     recipe = given_recipe(config)
     if recipe is None:
         return _fitting(config, outlined)
+    recipe = calibrated(recipe, config)
     if config.kv_budget_bytes is not None:
         return _of_bytes(recipe, config.kv_budget_bytes, outlined)
     return recipe

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.prompts import Row, read_prompt, read_rows, text_row
+from kvjax.decoding.requests import Options
 from kvjax.errors import ModelError, UsageError
 from kvjax.fetch_model import default_model_path
 from kvjax.recipes import Recipe
@@ -69,3 +70,10 @@ def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:
         "repetition_stop": config.repetition_stop,
         "stop_texts": config.stop,
     }
+
+
+def prompt_options(config: DecodeConfig, recipe: Recipe) -> Options:
+    """Options to read prompts with: how tokens are chosen, and what becomes of them, makes no
+    difference to a prompt."""
+    choice = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return Options(**{**stream_options(config, recipe), **choice}, chunk=1, stop_ids=())

@@ -12,9 +12,9 @@ from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
 from kvjax.cache.plan import least_budget
 from kvjax.command.decode_options import DecodeConfig
-from kvjax.command.inputs import model_source, stream_options
+from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
-from kvjax.decoding.requests import Options, read_prompt
+from kvjax.decoding.requests import read_prompt
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
@@ -54,9 +54,7 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
             unless it comes from a file of prompts.
     """
     lm = shape_of_model(config)
-    # How tokens are chosen, and what becomes of them, makes no difference to a prompt's length.
-    choice = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    options = Options(**{**stream_options(config, full()), **choice}, chunk=1, stop_ids=())
+    options = prompt_options(config, full())
     lengths = []
     for row in rows:
         if row.prompt is None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
+from kvjax.command.files import is_within
 from kvjax.errors import UsageError
 
 
@@ -41,7 +42,7 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
         return _StandardOutput()
     try:
         target = pathlib.Path(os.path.realpath(path))
-        if any(_within(target, pathlib.Path(name).resolve()) for name in inputs):
+        if any(is_within(target, pathlib.Path(name).resolve()) for name in inputs):
             raise UsageError(f"--output: {path} is also an input; name another file")
         special = target.exists() and not target.is_file() and not target.is_dir()
         if special:
@@ -50,13 +51,6 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--output: cannot write {path}: {reason}") from error
-
-
-def _within(target: pathlib.Path, source: pathlib.Path) -> bool:
-    if target.exists() and source.exists() and os.path.samefile(target, source):
-        return True
-    # Only a file that is there can be lost: an answer beside a model's files is no harm.
-    return source.is_dir() and target.is_file() and source in target.parents
 
 
 class _StandardOutput:

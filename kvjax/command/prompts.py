@@ -18,11 +18,13 @@ class Row:
         id: what its record is called: the file's own, else its line number.
         prompt: a text, or the messages of a chat; None for a line that could not be used.
         error: what is wrong with that line.
+        answer: the text that follows the prompt, of rows read with answers.
     """
 
     id: str | int
     prompt: Prompt | None = None
     error: str | None = None
+    answer: str | None = None
 
 
 def text_row(text: str, source: str) -> Row:
@@ -45,31 +47,36 @@ def read_prompt(path: str, flag: str) -> Row:
     return text_row(text.removesuffix("\n").removesuffix("\r"), f"{flag}: {name}")
 
 
-def read_rows(path: str) -> list[Row]:
+def read_rows(path: str, flag: str = "--prompts", *, answers: bool = False) -> list[Row]:
     """The rows of a file of JSON lines, blank lines left out.
 
     A line is an object with a ``prompt`` (text) or ``messages`` (a chat) and perhaps an ``id``;
     other keys are the file's own business. A line that cannot be used becomes a row with an error,
     so that it does not take the others down.
 
+    Args:
+        path: the file; ``-`` is standard input.
+        flag: what named it, for messages.
+        answers: a line has an ``answer`` (text) as well.
+
     Raises:
         UsageError: the file cannot be read or has no line.
     """
-    lines = read_bytes(path, "--prompts").removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    rows = [_row(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    lines = read_bytes(path, flag).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    rows = [_row(n, line, answers) for n, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
-        raise UsageError(f"--prompts: {path} has no lines")
+        raise UsageError(f"{flag}: {path} has no lines")
     return rows
 
 
-def _row(number: int, line: bytes) -> Row:
+def _row(number: int, line: bytes, answers: bool) -> Row:
     name: str | int = number
     try:
         record = json.loads(as_text(line, "the line"))
         if not isinstance(record, dict):
             raise UsageError(f"a line must be a JSON object, got {type(record).__name__}")
         name = _id(record, number)
-        return Row(name, _prompt(record))
+        return Row(name, _prompt(record), answer=_answer(record) if answers else None)
     except (UsageError, ValueError, RecursionError) as error:
         return Row(name, error=f"line {number}: {error}")
 
@@ -96,6 +103,15 @@ def _prompt(record: dict[str, Any]) -> Prompt:
     if not _encodable(json.dumps(prompt, ensure_ascii=False)):
         raise UsageError("the text has half a surrogate pair, which no UTF-8 can hold")
     return prompt
+
+
+def _answer(record: dict[str, Any]) -> str:
+    answer = record.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise UsageError(f"`answer` must be text that is not empty, got {answer!r:.80}")
+    if not _encodable(answer):
+        raise UsageError("`answer` has half a surrogate pair, which no UTF-8 can hold")
+    return answer
 
 
 def _check_messages(messages: Any) -> None:

@@ -3,9 +3,9 @@ given text."""
 
 import kvjax
 from kvjax.command.decode_options import DecodeConfig
-from kvjax.command.inputs import stream_options
+from kvjax.command.inputs import prompt_options, stream_options
 from kvjax.compare import Comparison, compare
-from kvjax.decoding.requests import Options, Prompt, read_prompt
+from kvjax.decoding.requests import Prompt, read_prompt
 from kvjax.recipes import Recipe, full
 
 
@@ -22,9 +22,7 @@ def compared(
         text: the answer; what the model answers without compression if None.
     """
     options = stream_options(config, full(config.page_size)) | {"batch_size": 1}
-    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    asked = Options(**{**options, **neutral}, chunk=1, stop_ids=())
-    ids = read_prompt(lm, 0, prompt, asked).ids
+    ids = read_prompt(lm, 0, prompt, prompt_options(config, full(config.page_size))).ids
     if text is None:
         [answer] = kvjax.generate(lm, [prompt], **options)
         tokens = answer.tokens

@@ -23,6 +23,20 @@ FLAGS = {
     "compress": "--compress",
     "positions": "--positions",
     "selector": "--selector",
+    "prompt_codec": "--prompt-bits",
+    "thought_codecs": "--kv-bits",
+    "prompt_budget": "--prompt-budget",
+    "calibration": "--calibration",
+    "kinds": "--thoughts",
+    "covers": "--labels",
+    "corrected": "--sparsity-correction",
+    "segment_tokens": "--segment-tokens",
+    "schedule": "--retention",
+    "chooser": "--retain-by",
+    "shared": "--shared-tokens",
+    "at": "--transition",
+    "forget": "--attend-evicted",
+    "paper": "--paper",
     "stop_texts": "--stop",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
@@ -40,7 +54,22 @@ _EVICTION = (
     "positions",
     "selector",
 )
-_CODES = ("kv_bits", "kv_bits_layers", "recent_window")
+_CODES = ("kv_bits", "kv_bits_layers", "prompt_bits", "recent_window")
+_THOUGHTS = (
+    "calibration",
+    "thoughts",
+    "labels",
+    "sparsity_correction",
+    "segment_tokens",
+    "retention",
+    "retain_by",
+    "shared_tokens",
+    "transition",
+    "attend_evicted",
+    "prompt_budget",
+    "paper",
+)
+"""Options that method thinkv alone has."""
 BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
 """Options that say what has to stay, whatever ``--fit`` chooses."""
 
@@ -70,7 +99,7 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         return None
     method = config.method or "full"
     _check_used(config, method)
-    recent = "recent" if method in EVICTING else "window"
+    recent = "recent" if method in EVICTING and method != "thinkv" else "window"
     fields = {
         "page_size": config.page_size,
         "codec": config.kv_bits,
@@ -82,6 +111,19 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         "compress": config.compress,
         "positions": config.positions,
         "selector": config.selector,
+        "prompt_codec": config.prompt_bits,
+        "calibration": config.calibration,
+        "kinds": config.thoughts,
+        "covers": config.labels,
+        "corrected": config.sparsity_correction,
+        "segment_tokens": config.segment_tokens,
+        "schedule": config.retention,
+        "chooser": config.retain_by,
+        "shared": config.shared_tokens,
+        "at": config.transition,
+        "forget": False if config.attend_evicted else None,
+        "prompt_budget": config.prompt_budget,
+        "paper": config.paper or None,
     }
     with flags_in_errors():
         recipe = recipes.parse(method, **fields)
@@ -117,6 +159,16 @@ def _given(config: DecodeConfig, name: str) -> str | None:
 
 
 def _check_used(config: DecodeConfig, method: str) -> None:
+    if method == "thinkv":
+        without = ("compress_every", "positions", *(() if config.prompt_budget else ("selector",)))
+        if given := next(filter(None, (_given(config, name) for name in without)), None):
+            raise UsageError(
+                f"{given} has no effect with method thinkv, which evicts by segments"
+                + (": give --prompt-budget too" if "selector" in given else ": drop it")
+            )
+        return
+    if given := next(filter(None, (_given(config, name) for name in _THOUGHTS)), None):
+        raise UsageError(f"{given} is for method thinkv: drop it, or pass --method thinkv")
     if method in EVICTING:
         if config.positions == "contiguous" and (
             method != "streaming" or config.selector not in (None, "streaming")
@@ -148,7 +200,7 @@ def _check_used(config: DecodeConfig, method: str) -> None:
 
 def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
     """Refuse options that together leave nothing to evict."""
-    if recipe.selector is None:
+    if recipe.selector is None or recipe.retention is not None:
         return
     decoding = recipe.every and {"think", "answer"} & set(recipe.compress)
     if decoding or not recipe.spares_prompt:
@@ -165,7 +217,9 @@ def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
 
 
 def _check_beside_fit(config: DecodeConfig) -> None:
-    chosen = [name for name in (*_EVICTION, *_CODES, "method") if name not in BESIDE_FIT]
+    chosen = [
+        name for name in (*_EVICTION, *_CODES, *_THOUGHTS, "method") if name not in BESIDE_FIT
+    ]
     if given := next(filter(None, (_given(config, name) for name in chosen)), None):
         raise UsageError(
             f"{given} and --fit exclude each other, since --fit chooses it: give one of them"

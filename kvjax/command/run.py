@@ -5,6 +5,7 @@ import sys
 import time
 
 import kvjax
+from kvjax.command.calibrated import described_thoughts
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
@@ -17,7 +18,7 @@ from kvjax.command.prompts import Row
 from kvjax.command.quality import compared
 from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock
-from kvjax.decoding.events import Event
+from kvjax.decoding.events import Event, Result
 from kvjax.errors import KvjaxError
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe
@@ -26,6 +27,7 @@ from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
+from kvjax.report.trace import check_drawing, draw
 from kvjax.report.units import size, table
 
 
@@ -37,6 +39,8 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     """
     recipe = given_recipe(config)
     allowed_memory(config)
+    if config.trace is not None:
+        check_drawing("--trace", config.trace)
     rows = read_input(config)
     text = read_answer(config)
     named = (
@@ -120,6 +124,9 @@ class _Run:
         with flags_in_errors():
             planned = outlined.plan(self.recipe, memory or device_memory())
         planned.check()
+        thoughts = described_thoughts(self.recipe)
+        if thoughts and not config.quiet:
+            print(f"kvjax: {thoughts}", file=sys.stderr, flush=True)
         if config.fit is not None and not config.quiet:
             print(
                 f"kvjax: --fit {config.fit} chose {described(self.recipe)} "
@@ -177,6 +184,14 @@ class _Run:
             if self.config.compare and event.result.finish_reason not in ("error", "interrupted"):
                 made["quality"] = self._compare(row)
             self.answers.add(row, made)
+            if self.config.trace and event.result.history is not None:
+                self._draw(event.result)
+
+    def _draw(self, result: Result) -> None:
+        try:
+            draw(result.history, described(self.recipe), self.config.trace)
+        except OSError as error:
+            raise OutputError(f"--trace: {self.config.trace}: {error.strerror}") from error
 
     def _compare(self, row: int) -> dict:
         self.progress.phase("comparing with the uncompressed run")

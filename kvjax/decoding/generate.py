@@ -15,7 +15,7 @@ from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
-from kvjax.decoding.requests import Options, Prompt, Request, read_prompts
+from kvjax.decoding.requests import Options, Prompt, Request, check_model, read_prompts
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError
 from kvjax.loading import LanguageModel
@@ -118,6 +118,7 @@ def stream(
         stop_ids=tuple(default(stop_ids, "stop_ids", ())),
         stop_texts=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
     )
+    check_model(options.recipe, lm)
     requests, errors = read_prompts(lm, prompts, options)
     for row, error in errors.items():
         failed = Result("", (), "error", 0, error=str(error))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import Geometry, Plan
+from kvjax.cache import Geometry, LayerGeometry, Plan
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import History
 from kvjax.decoding.requests import Options
@@ -86,7 +86,10 @@ class BytesLog:
         if recipe.retention is not None:
             left = np.array(recipe.retention.sizes(every))
             levels = np.stack([thoughts.level for thoughts in self.thoughts])
-            sizes = np.where(sizes == every, left[levels], sizes)
+            # What was complete, and worked on, before the chunk's first token.
+            worked = prompt + (found.lengths - prompt - 1) // recipe.tick * recipe.tick
+            complete = worked[:, None] - recipe.window >= start + every
+            sizes = np.where(complete, left[levels], sizes)
         kinds = "".join(KINDS[kind] for kind in self.thoughts[-1].kind if kind >= 0)
         return dataclasses.replace(found, every=every, kinds=kinds, sizes=sizes[:, : len(kinds)])
 
@@ -143,12 +146,18 @@ class BytesLog:
             },
             "per_layer": [
                 {
-                    "codec": layer.classes[-1].codec.name,
+                    "codec": "/".join(_coded(layer)),
                     "live_tokens": int(slots.sum()) / shape.num_kv_heads,
                 }
                 for layer, slots in zip(shape.layers, self._slots, strict=True)
             ],
         }
+
+
+def _coded(layer: LayerGeometry) -> list[str]:
+    """Names of the codecs of a layer, without that of its recent tokens."""
+    kept = layer.classes[1:] or layer.classes
+    return list(dict.fromkeys(part.codec.name for part in kept))
 
 
 def _thoughts(seen: list[Thoughts], row: Row) -> dict[str, Any]:

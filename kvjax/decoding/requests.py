@@ -138,6 +138,20 @@ def _with_system(messages: Sequence[Mapping[str, str]], options: Options) -> lis
     return [{"role": "system", "content": options.system_prompt}, *messages]
 
 
+def check_model(recipe: Recipe, lm: LanguageModel) -> None:
+    """Refuse thresholds that were calibrated on another model.
+
+    Raises:
+        UsageError: with what tells the two models apart.
+    """
+    wanted = getattr(recipe.segmenter, "fingerprint", "")
+    if wanted and wanted != lm.fingerprint:
+        raise UsageError(
+            f"calibration is for a model of fingerprint {wanted[:12]} and not for {lm.source} "
+            f"({lm.fingerprint[:12]}): make one with python -m kvjax.calibrate"
+        )
+
+
 def read_prompts(
     lm: LanguageModel, prompts: Sequence[Prompt], options: Options
 ) -> tuple[list[Request], dict[int, KvjaxError]]:

@@ -61,19 +61,20 @@ def draw(history: History, title: str, path: str) -> None:
 
 def _draw_slots(axes, history: History, step: np.ndarray) -> None:
     axes.set_ylabel("tokens held a KV head")
-    axes.plot(step, history.live, color="black", linewidth=1, label="live, mean of layers")
+    axes.step(step, history.live, color="black", linewidth=1, label="live, mean of layers")
     if history.sizes is None:
         return
     below = history.live - history.sizes.sum(1)
-    axes.fill_between(step, 0, below, color="#dddddd", label="prompt", linewidth=0)
+    axes.fill_between(step, 0, below, step="pre", color="#dddddd", label="prompt", linewidth=0)
     shown = set()
     for segment, kind in enumerate(history.kinds):
         top = below + history.sizes[:, segment]
         label = None if kind in shown else NAMES[kind]
         shown.add(kind)
         axes.fill_between(
-            step, below, top, color=COLORS[kind], label=label, linewidth=0.3, edgecolor="white"
+            step, below, top, step="pre", color=COLORS[kind], label=label, linewidth=0
         )
+        axes.step(step, top, color="white", linewidth=0.4)
         below = top
     falls = (np.diff(history.sizes, axis=0) < 0).any(1)
     axes.plot(

@@ -52,6 +52,7 @@ class Sparsity:
     Attributes:
         layers: the layers whose sparsity is averaged (L*).
         thresholds: the two of them, the lower one first.
+        fingerprint: of the model that they belong to; empty if that is not to be checked.
         corrected: tokens that have been evicted count as ones that would have had too little
             attention, which is why they went. Thresholds come from uncompressed runs, and evicting
             what is hardly attended lowers the sparsity that is measured.
@@ -62,6 +63,7 @@ class Sparsity:
     every: int = SEGMENT
     covers: Literal["next", "past"] = "next"
     corrected: bool = True
+    fingerprint: str = ""
 
     def __post_init__(self):
         low, high = self.thresholds

@@ -79,7 +79,7 @@ def test_every_sequence_of_operations_leaves_what_the_model_says(sequences):
 def live_slot_reused(monkeypatch):
     """A slot of little mass is taken for a free one."""
 
-    def is_free(pool, table):
+    def is_free(pool, table, group):
         return (pool.bias[table] < 0) & (table != SCRATCH_PAGE)[..., None]
 
     monkeypatch.setattr(slots, "_is_free", is_free)

@@ -1,0 +1,67 @@
+"""Which calibration tells a run's thoughts apart."""
+
+import dataclasses
+
+from kvjax import loading
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.inputs import model_source
+from kvjax.errors import ModelError, UsageError
+from kvjax.recipes import Recipe, thinkv
+from kvjax.recipes.thought_text import with_calibration
+from kvjax.thoughts import Given, Sparsity
+from kvjax.thoughts.calibration import Calibration
+
+
+def calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
+    """The recipe with the calibration that comes with kvjax for the model, unless one is given.
+
+    Weights that are not on this machine yet cannot be looked at: the library checks them once they
+    are loaded.
+
+    Raises:
+        UsageError: the given one is another model's.
+    """
+    if recipe.name != "thinkv" or config.thoughts is not None:
+        return recipe
+    path = loading.resolve(model_source(config), config.revision, weights=False)
+    try:
+        fingerprint = loading.read_fingerprint(path)
+    except ModelError:
+        return recipe
+    if config.calibration is not None:
+        try:
+            given = Calibration.load(config.calibration)
+            given.for_model(fingerprint, loading.read_config(path).num_layers)
+        except UsageError as error:
+            raise UsageError(f"--calibration: {error}") from error
+        return recipe
+    found = Calibration.shipped(fingerprint)
+    if found is None:
+        return recipe
+    segmenter = with_calibration(recipe.segmenter, found)
+    if isinstance(segmenter, Given):
+        return recipe
+    return dataclasses.replace(recipe, segmenter=segmenter, **_precision(recipe, config))
+
+
+def _precision(recipe: Recipe, config: DecodeConfig) -> dict[str, tuple[str, str, str]]:
+    """Codecs by thought, where they were those of a single kind by default."""
+    if config.kv_bits is not None:
+        return {}
+    return {"thought_codecs": thinkv(segmenter=Given("RET"), paper=config.paper).thought_codecs}
+
+
+def described_thoughts(recipe: Recipe) -> str | None:
+    """A line that says how thoughts are told apart; None where they need not be."""
+    if recipe.name != "thinkv":
+        return None
+    segmenter = recipe.segmenter
+    if isinstance(segmenter, Sparsity):
+        layers = ", ".join(map(str, segmenter.layers))
+        low, high = segmenter.thresholds
+        return (
+            f"thoughts by the attention sparsity of layers {layers}: E < {low:.3f}, T > {high:.3f}"
+        )
+    if set(segmenter.kinds) == {"R"}:
+        return "thoughts are all of one kind: no calibration tells this model's apart"
+    return f"thoughts as given: {segmenter.kinds}"

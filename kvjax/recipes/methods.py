@@ -1,0 +1,142 @@
+"""Named methods."""
+
+from kvjax.codecs import kv_codec
+from kvjax.compress import Selector
+from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
+from kvjax.errors import UsageError
+from kvjax.recipes.recipe import Recipe
+from kvjax.thoughts import Given, Retention, Segmenter, Sparsity
+from kvjax.thoughts.calibration import Calibration
+
+DECODING_BUDGET = 1024
+"""Tokens a KV head of the recipes that evict, unless one is given."""
+
+
+def full(page_size: int = 64) -> Recipe:
+    """Keep every token, in the model's own dtype: what every other recipe is compared with."""
+    return Recipe("full", page_size, codec=None)
+
+
+def uniform(codec: str = "int4", **options) -> Recipe:
+    """Keep every token in one codec."""
+    return Recipe("uniform", codec=codec, **options)
+
+
+def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:
+    """KIVI: asymmetric groups, keys along tokens and values along channels (arXiv 2402.02750).
+
+    Keys and values both leave the recent window a group at a time; KIVI's own values leave it one
+    by one, which differs for the few tokens between.
+    """
+    group = kv_codec(codec).group
+    return Recipe("kivi", codec=codec, window=window, tick=options.pop("tick", group), **options)
+
+
+def streaming(**options) -> Recipe:
+    """StreamingLLM: the first tokens and the last ones (arXiv 2309.17453)."""
+    return _evicting("streaming", Streaming(), **options)
+
+
+def random(**options) -> Recipe:
+    """Evict uniformly at random: the control that every other selector has to beat."""
+    return _evicting("random", Random(), **options)
+
+
+def h2o(**options) -> Recipe:
+    """H2O: tokens that have received the most attention (arXiv 2306.14048)."""
+    return _evicting("h2o", H2O(), **options)
+
+
+def tova(**options) -> Recipe:
+    """TOVA: tokens that the last query attends to most (arXiv 2401.06104)."""
+    return _evicting("tova", TOVA(), **options)
+
+
+def snapkv(**options) -> Recipe:
+    """SnapKV: select the prompt once, by what its last queries attend to (arXiv 2404.14469)."""
+    return _evicting("snapkv", SnapKV(), **{"every": 0} | options)
+
+
+def snapkv_decode(**options) -> Recipe:
+    """SnapKV's scores, also while decoding."""
+    return _evicting("snapkv_decode", SnapKV(), **{"every": 128} | options)
+
+
+def rkv(**options) -> Recipe:
+    """R-KV: importance minus redundancy, every 128 steps (arXiv 2505.24133)."""
+    return _evicting("rkv", RKV(), **{"every": 128} | options)
+
+
+def thinkv(
+    budget: int | float | None = DECODING_BUDGET,
+    calibration: Calibration | None = None,
+    *,
+    segmenter: Segmenter | None = None,
+    thought_codecs: tuple[str, str, str] | None = None,
+    retention: Retention | None = None,
+    paper: bool = False,
+    **options,
+) -> Recipe:
+    """ThinKV: precision and eviction by the kind of thought (arXiv 2510.01290).
+
+    Args:
+        budget: tokens of the answer's complete segments a KV head; None evicts nothing.
+        calibration: of the model, which tells thoughts apart. Without one, or with one that found
+            no layer that does, all thoughts are of one kind (the paper's fallback for models that
+            do not reason, appendix E.10): 4 bits throughout, evict at the budget alone.
+        segmenter: what tells thoughts apart instead.
+        thought_codecs: for reasoning, execution and transition; 4, 4 and 2 bits if None, and 4 bits
+            throughout where thoughts are not told apart.
+        retention: what stays of a segment; the paper's schedule if None.
+        paper: the paper's own choices where ours differ: NVFP4 and ternary codes in groups, which
+            keep their slots until the whole group has gone, the prompt as it was made, thresholds
+            as they were calibrated, and one set of tokens for all heads.
+        **options: other fields of ``Recipe``.
+
+    Raises:
+        UsageError: a calibration and a segmenter, or options that cannot work.
+    """
+    if calibration is not None and segmenter is not None:
+        raise UsageError("calibration and segmenter exclude each other: give one of them")
+    if calibration is not None and calibration.thresholds is not None:
+        segmenter = Sparsity(
+            calibration.layers,
+            calibration.thresholds,
+            corrected=not paper,
+            fingerprint=calibration.fingerprint,
+        )
+    few = ("nvfp4", "nvfp4", "ternary") if paper else ("int4", "int4", "int2")
+    codecs = few if segmenter is not None else few[:1] * 3
+    prompt = {"prompt_codec": "bf16" if paper else "int8"}
+    return Recipe(
+        "thinkv",
+        codec="int4",
+        thought_codecs=thought_codecs or codecs,
+        segmenter=segmenter or Given("R"),
+        retention=None if budget is None else retention or Retention(shared=paper),
+        budget=budget,
+        **prompt | options,
+    )
+
+
+METHODS = {
+    recipe.__name__: recipe
+    for recipe in (
+        full,
+        uniform,
+        kivi,
+        streaming,
+        random,
+        h2o,
+        tova,
+        snapkv,
+        snapkv_decode,
+        rkv,
+        thinkv,
+    )
+}
+"""Recipes by the name that ``--method`` takes."""
+
+
+def _evicting(name: str, selector: Selector, **options) -> Recipe:
+    return Recipe(name, selector=selector, **{"budget": DECODING_BUDGET} | options)

@@ -1,0 +1,136 @@
+"""Recipes from texts, as a command line or a file has them, and back."""
+
+import dataclasses
+from typing import Any
+
+from kvjax.compress import Selector
+from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
+from kvjax.errors import UsageError
+from kvjax.recipes.methods import METHODS
+from kvjax.recipes.recipe import Recipe
+from kvjax.recipes.thought_text import THOUGHT_FIELDS, read_codec, thinkv_fields
+
+SELECTORS: dict[str, type[Selector]] = {
+    "h2o": H2O,
+    "random": Random,
+    "rkv": RKV,
+    "snapkv": SnapKV,
+    "streaming": Streaming,
+    "tova": TOVA,
+}
+"""Selectors by the name that ``--selector`` takes."""
+
+
+def parse(method: str, **given: Any) -> Recipe:
+    """A method's recipe, with fields as a command line or a file has them.
+
+    Args:
+        method: a name of ``METHODS``.
+        **given: fields of ``Recipe``; None is not given. Texts are read for ``codec`` ("k4v2"),
+            ``layer_codecs`` ("0:8,*:4"), ``selector`` (a name of ``SELECTORS``), ``budget`` ("256"
+            or "0.25"), ``compress`` ("think,answer") and ``skip_layers`` ("0,-1"). For method
+            "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and retention; and ``codec``
+            may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
+
+    Raises:
+        UsageError: beginning with the field that is wrong.
+    """
+    if method not in METHODS:
+        raise UsageError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    fields = {name: value for name, value in given.items() if value is not None}
+    if method == "thinkv":
+        fields = thinkv_fields(fields)
+    elif unused := sorted(THOUGHT_FIELDS & set(fields)):
+        raise UsageError(f"{unused[0]} has no effect with method {method}: it is for thinkv")
+    for name, read in _READERS.items():
+        if isinstance(fields.get(name), str):
+            fields[name] = read(fields[name])
+    if method == "kivi" and "codec" in fields:
+        fields["codec"] = _kivi_codec(fields["codec"])
+    if method == "thinkv":
+        return METHODS[method](**fields)
+    selector = fields.pop("selector", None)
+    if method == "full" and (unused := set(fields) - {"page_size"}):
+        raise UsageError(f"{min(unused)} has no effect with method full")
+    recipe = METHODS[method](**fields)
+    if selector is None:
+        return recipe
+    if recipe.selector is None:
+        raise UsageError(f"selector has no effect with method {method}, which evicts nothing")
+    return dataclasses.replace(recipe, selector=selector)
+
+
+def as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's fields, ready for JSON."""
+    return {field.name: _plain(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
+
+
+def _plain(value: Any) -> Any:
+    """A field's value, or a part with its name and its own fields."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    own = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"name": type(value).__name__, **own}
+
+
+def _read_budget(field: str, text: str) -> int | float:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    raise UsageError(f"{field} must be a number of tokens or a share between 0 and 1, got {text!r}")
+
+
+def _read_layer_codecs(text: str) -> tuple[tuple[int | str, str], ...]:
+    pairs = []
+    for item in text.split(","):
+        layer, colon, codec = (part.strip() for part in item.partition(":"))
+        if not colon or not (layer == "*" or _is_whole(layer)):
+            raise UsageError(
+                f'layer_codecs must be pairs of a layer (or *) and a codec, as in "0:8,*:4", '
+                f"got {text!r}"
+            )
+        pairs.append((layer if layer == "*" else int(layer), read_codec("layer_codecs", codec)))
+    return tuple(pairs)
+
+
+def _read_skip_layers(text: str) -> tuple[int, ...]:
+    layers = [item.strip() for item in text.split(",")]
+    if not all(map(_is_whole, layers)):
+        raise UsageError(f'skip_layers must be numbers of layers, as in "0,-1", got {text!r}')
+    return tuple(map(int, layers))
+
+
+def _is_whole(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _read_selector(text: str) -> Selector:
+    if text not in SELECTORS:
+        raise UsageError(f"selector must be one of {', '.join(SELECTORS)}, got {text!r}")
+    return SELECTORS[text]()
+
+
+def _kivi_codec(codec: str) -> str:
+    name = {"int2": "kivi2", "int4": "kivi4"}.get(codec, codec)
+    if not name.startswith("kivi"):
+        raise UsageError(
+            f"codec {codec} is not KIVI's: method kivi takes 2, 4, kivi2, kivi4, and kivi2-g64 and "
+            "the like; method uniform takes all"
+        )
+    return name
+
+
+_READERS = {
+    "codec": lambda text: read_codec("codec", text),
+    "prompt_codec": lambda text: read_codec("prompt_codec", text),
+    "layer_codecs": _read_layer_codecs,
+    "selector": _read_selector,
+    "budget": lambda text: _read_budget("budget", text),
+    "prompt_budget": lambda text: _read_budget("prompt_budget", text),
+    "compress": lambda text: tuple(item.strip() for item in text.split(",")),
+    "skip_layers": _read_skip_layers,
+}
