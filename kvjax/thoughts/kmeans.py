@@ -44,7 +44,8 @@ def cluster_centers(
 
     centers = jax.lax.fori_loop(0, iterations, step, x[:, :, start])
     cluster, distance = assign(centers)
-    member = cluster[..., None] == jnp.arange(clusters, dtype=cluster.dtype)
+    number = jnp.arange(clusters, dtype=cluster.dtype)[None, None, None]
+    member = cluster[..., None] == number
     nearest = jnp.where(member, distance[..., None], jnp.inf).argmin(2)  # [B, H, K]
     token = jnp.arange(x.shape[2], dtype=nearest.dtype)[None, None, :, None]
     return ((nearest[:, :, None] == token) & member).any(-1), distance

@@ -21,6 +21,8 @@ from kvjax.decoding.maintain import _settle
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
+from kvjax.thoughts import Sparsity
+from kvjax.thoughts.pages import Segments
 from tests.aot.test_programs import SHAPE, array
 
 pytestmark = pytest.mark.aot
@@ -33,6 +35,7 @@ RECIPES = {
     "contiguous": recipes.streaming(budget=4096, positions="contiguous", codec="int8"),
     "h2o": recipes.h2o(budget=4096),
     "rkv": recipes.rkv(budget=4096, codec="k4v2"),
+    "thinkv": recipes.thinkv(budget=4096, segmenter=Sparsity((0,), (0.4, 0.6))),
 }
 
 
@@ -76,25 +79,38 @@ def test_decode_chunk(h200, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "select"),
-    [("uniform", False), ("kivi", False), ("streaming", True), ("h2o", True), ("rkv", True)],
+    ("name", "selects"),
+    [
+        ("uniform", False),
+        ("kivi", False),
+        ("streaming", True),
+        ("h2o", True),
+        ("rkv", True),
+        ("thinkv", False),
+        ("thinkv", True),
+    ],
 )
-def test_maintenance(h200, name, select):
+def test_maintenance(h200, name, selects):
     recipe, state = RECIPES[name], state_of(RECIPES[name])
     layer = state.cache.layers[-1]
     number = state.token
     rows = Rows(number, number, number, number, number, state.finite, array((), jnp.int32))
+    segments = None if recipe.retention is None else Segments(number, number, 128)
     program = h200.compile(
         _settle,
         layer,
         rows,
+        state.cache.thoughts,
+        segments,
         number,
         np.int32(1),
         recipe=recipe,
         policy=policies(recipe, CONFIG)[-1],
         scale=CONFIG.scale,
         window=None,
-        select=select,
+        select=selects and recipe.retention is None,
+        closing=selects and recipe.retention is not None,
+        demoting=selects and recipe.retention is not None,
     )
     assert copied(program, layer.pools) == []
     assert program.aliased >= sum(
