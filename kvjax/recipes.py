@@ -168,7 +168,16 @@ def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:
 
     Keys and values both leave the recent window a group at a time; KIVI's own values leave it one
     by one, which differs for the few tokens between.
+
+    Args:
+        codec: "kivi4", "kivi2", "kivi2-g64" and the like, or a width: "4" or "2".
+        window: the last tokens that are kept as they were made.
+        **options: fields of ``Recipe``.
+
+    Raises:
+        UsageError: any other codec.
     """
+    codec = _kivi_codec(codec)
     group = kv_codec(codec).group
     return Recipe("kivi", codec=codec, window=window, tick=options.pop("tick", group), **options)
 
@@ -243,8 +252,6 @@ def parse(method: str, **given: Any) -> Recipe:
     for name, read in _READERS.items():
         if isinstance(fields.get(name), str):
             fields[name] = read(fields[name])
-    if method == "kivi" and "codec" in fields:
-        fields["codec"] = _kivi_codec(fields["codec"])
     selector = fields.pop("selector", None)
     if method == "full" and (unused := set(fields) - {"page_size"}):
         raise UsageError(f"{min(unused)} has no effect with method full")
@@ -314,7 +321,8 @@ def _read_selector(text: str) -> Selector:
 
 
 def _kivi_codec(codec: str) -> str:
-    name = {"int2": "kivi2", "int4": "kivi4"}.get(codec, codec)
+    name = kv_codec(codec).name
+    name = {"int2": "kivi2", "int4": "kivi4"}.get(name, name)
     if not name.startswith("kivi"):
         raise UsageError(
             f"codec {codec} is not KIVI's: method kivi takes 2, 4, kivi2, kivi4, and kivi2-g64 and "

@@ -180,6 +180,25 @@ def test_groups_of_tokens_leave_the_recent_window_together():
     assert kv["live_tokens"]["end"] == kv["logical_tokens"] == 50 + NEW - 1
 
 
+@pytest.mark.parametrize("length", [30, 39])
+def test_layers_in_groups_of_tokens_lose_nothing_in_the_others(length):
+    """All layers then let tokens go in such groups, and must have the room until then."""
+    recipe = recipes.uniform("bf16", page_size=16, layer_codecs=((1, "kivi4-g8"),))
+    [result] = decode(small.lm(), small.prompts([length]), recipe)
+    held = [layer["live_tokens"] for layer in result.report["kv"]["per_layer"]]
+    assert held == [length + NEW - 1] * 3
+
+
+def test_a_width_means_kivi_s_own_codec_and_others_are_refused():
+    assert recipes.kivi("int4") == recipes.kivi("4") == recipes.kivi("kivi4")
+    assert recipes.kivi("int4") == recipes.parse("kivi", codec="4")
+    assert (recipes.kivi("2").codec, recipes.kivi("2").tick) == ("kivi2", 32)
+    assert recipes.kivi("kivi2-g64").tick == 64
+    for codec in ("int8", "nvfp4", "bf16", "k4v2"):
+        with pytest.raises(UsageError, match=f"codec {codec} is not KIVI's"):
+            recipes.kivi(codec)
+
+
 def test_random_draws_by_its_seed():
     lm = small.lm()
     prompts = small.prompts([90])
