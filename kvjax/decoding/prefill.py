@@ -165,8 +165,10 @@ def _read(
             norm = lse_with_sinks(lse, sinks)
             kept, mass = prefill_mass(layer, q, k, positions, real, norm, config.scale, window)
         kept = remember(kept, q, positions, real)
+        # Attention first: what both take for a moment is more than they save where they overlap.
+        result, k, v, after = jax.lax.optimization_barrier((result, k, v, rows))
         new = Incoming(k, v, mass)
-        kept, lost = settle(kept, index, recipe, policy, config.scale, window, rows, new)
+        kept, lost = settle(kept, index, recipe, policy, config.scale, window, after, new)
         return result, (kept, crowded + lost)
 
     x, (layer, crowded) = module(x, angles, attend)
