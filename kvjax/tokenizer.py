@@ -23,6 +23,7 @@ class Tokenizer:
 
     Attributes:
         stop_ids: tokens that end an answer, as far as the tokenizer itself knows.
+        special_ids: the special tokens by their names; no decoded text shows them.
         vocab_size: how many ids there are.
         has_chat_template: whether `encode_chat` can be used.
     """
@@ -41,7 +42,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._bos_id = bos_id
         added = self._backend.get_added_tokens_decoder()
-        self._special = frozenset(index for index, token in added.items() if token.special)
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self._special = frozenset(self.special_ids.values())
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template = bool(wrapped.chat_template)
         ends = (wrapped.eos_token_id, self._end_of_turn(), *stop_ids)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.codecs import kv_codec
-from kvjax.compress.policy import Policy, policies
+from kvjax.compress.policy import Policy, group, policies
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import PHASES, Recipe
@@ -157,10 +157,11 @@ def plan(
     segments = 0
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
+    of_layer = policies(recipe, config)
     geometry = Geometry(
         layers=tuple(
-            _layer(recipe, policy, window, tokens, min(prompt, tokens))
-            for policy, window in zip(policies(recipe, config), config.windows, strict=True)
+            _layer(recipe, policy, group(of_layer), window, tokens, min(prompt, tokens))
+            for policy, window in zip(of_layer, config.windows, strict=True)
         ),
         rows=batch_size,
         num_heads=config.num_heads,
@@ -228,24 +229,24 @@ def largest_budget(
 
 
 def _layer(
-    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int
+    recipe: Recipe, policy: Policy, together: int, window: int | None, tokens: int, prompt: int
 ) -> LayerGeometry:
-    """What one layer takes at most."""
+    """What one layer takes at most, if so many tokens leave the recent window together."""
     if recipe.keeps_all:
         held = tokens if window is None else min(tokens, window)
         pages = math.ceil(held / recipe.page_size)
         return LayerGeometry((ClassGeometry(kv_codec("bf16"), recipe.page_size, pages),))
-    group = max(codec.group for codec in policy.classes)
-    recent = recipe.window + recipe.tick + group - 1
+    recent = recipe.window + recipe.tick + together - 1
     if recipe.segmenter is not None and recipe.segmenter.covers == "past":
         recent += recipe.segmenter.every
     first = ClassGeometry(
         kv_codec("bf16"), RECENT_PAGE, math.ceil(recent / RECENT_PAGE), recipe.needs_mass
     )
     page = recipe.page_size
-    if page % group:
+    sharing = max(codec.group for codec in policy.classes)
+    if page % sharing:
         raise UsageError(
-            f"page_size {page} must be a multiple of the {group} tokens that share a scale in "
+            f"page_size {page} must be a multiple of the {sharing} tokens that share a scale in "
             f"codec {policy.classes[0].name}"
         )
     sizes = _sizes(recipe, policy, window, tokens, prompt)

@@ -15,7 +15,14 @@ from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
-from kvjax.decoding.requests import Options, Prompt, Request, check_model, read_prompts
+from kvjax.decoding.requests import (
+    Options,
+    Prompt,
+    Request,
+    check_model,
+    read_prompts,
+    with_special_stops,
+)
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError
 from kvjax.loading import LanguageModel
@@ -87,7 +94,8 @@ def stream(
         thinking: switches a template's thinking block on or off; None leaves it to the template.
         repetition_stop: end a row that has fallen into a loop.
         stop_ids: tokens that end a row; those of the model if None.
-        stop_texts: texts that end a row where they begin, in its thinking block as well.
+        stop_texts: texts that end a row where they begin, in its thinking block as well; the name
+            of a special token ends it at that token.
         should_stop: asked after every chunk; True ends every row as ``interrupted``.
 
     Yields:
@@ -101,7 +109,7 @@ def stream(
         own = getattr(lm.defaults, name)
         return value if value is not None else neutral if own is None else own
 
-    options = Options(
+    asked = Options(
         recipe=recipe or full(),
         max_new_tokens=max_new_tokens,
         temperature=default(temperature, "temperature", 0.0),
@@ -118,7 +126,8 @@ def stream(
         stop_ids=tuple(default(stop_ids, "stop_ids", ())),
         stop_texts=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
     )
-    check_model(options.recipe, lm)
+    check_model(asked.recipe, lm)
+    options = with_special_stops(lm, asked)
     requests, errors = read_prompts(lm, prompts, options)
     for row, error in errors.items():
         failed = Result("", (), "error", 0, error=str(error))

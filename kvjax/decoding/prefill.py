@@ -181,8 +181,10 @@ def _read(
             kept = reserve_layer(kept, rows.length)
             last = _last(kept, positions, rows)
             return result, (append(kept, k, v, positions, last, mass), crowded)
+        # Attention first: what both take for a moment is more than they save where they overlap.
+        result, k, v, after = jax.lax.optimization_barrier((result, k, v, rows))
         new = Incoming(k, v, mass)
-        kept, lost = settle(kept, index, recipe, policy, config.scale, window, rows, new)
+        kept, lost = settle(kept, index, recipe, policy, config.scale, window, after, new)
         return result, (kept, crowded + lost)
 
     x, (layer, crowded) = module(x, angles, attend)

@@ -190,6 +190,8 @@ def report(
     row: Row,
 ) -> dict[str, Any]:
     """One row's record. Times are of the row's batch, from the call on; compilation is apart."""
+    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    del settings["recipe"]  # which has a form of its own
     return {
         "usage": {
             "prompt": len(row.request.ids),
@@ -214,12 +216,6 @@ def report(
             "model_fingerprint": lm.fingerprint,
             "parameter_bytes": planned.parameter_bytes,
             "recipe": as_dict(options.recipe),
-            **{
-                field.name: list(options.stop_texts)
-                if field.name == "stop_texts"
-                else getattr(options, field.name)
-                for field in dataclasses.fields(options)
-                if field.name not in ("recipe", "stop_ids")
-            },
+            **{name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()},
         },
     }

@@ -66,6 +66,28 @@ class Options:
             raise UsageError(f"stop_texts must be texts, none empty, got {self.stop_texts!r}")
 
 
+def with_special_stops(lm: LanguageModel, options: Options) -> Options:
+    """The options, with the tokens among their stop ids that a stop text is the name of.
+
+    No text of an answer shows a special token, so that its name alone would never be found.
+
+    Raises:
+        UsageError: there is no tokenizer, or a stop text holds more than the special token.
+    """
+    if options.stop_texts and lm.tokenizer is None:
+        raise UsageError("stop_texts need a tokenizer, and the model has none: pass stop_ids")
+    special = lm.tokenizer.special_ids if options.stop_texts else {}
+    for text in options.stop_texts:
+        inside = next((name for name in special if name in text and text not in special), None)
+        if inside is not None:
+            raise UsageError(
+                f"stop_texts: {text!r} would never be found, since no text of an answer shows the "
+                f"special token {inside!r}: pass that alone, or a text without it"
+            )
+    named = [special[text] for text in options.stop_texts if text in special]
+    return dataclasses.replace(options, stop_ids=(*options.stop_ids, *named))
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One prompt, ready to be read.
@@ -91,8 +113,6 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
         ModelError: text for a model without a tokenizer.
         CapacityError: a prompt that leaves no room in the model's context.
     """
-    if options.stop_texts and lm.tokenizer is None:
-        raise UsageError("stop_texts need a tokenizer, and the model has none: pass stop_ids")
     ids = tuple(map(int, _tokenise(lm, prompt, options)))
     if not ids:
         raise UsageError("the prompt is empty: give it at least one token")

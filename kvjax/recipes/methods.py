@@ -27,7 +27,16 @@ def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:
 
     Keys and values both leave the recent window a group at a time; KIVI's own values leave it one
     by one, which differs for the few tokens between.
+
+    Args:
+        codec: "kivi4", "kivi2", "kivi2-g64" and the like, or a width: "4" or "2".
+        window: the last tokens that are kept as they were made.
+        **options: fields of ``Recipe``.
+
+    Raises:
+        UsageError: any other codec.
     """
+    codec = _kivi_codec(codec)
     group = kv_codec(codec).group
     return Recipe("kivi", codec=codec, window=window, tick=options.pop("tick", group), **options)
 
@@ -140,3 +149,14 @@ METHODS = {
 
 def _evicting(name: str, selector: Selector, **options) -> Recipe:
     return Recipe(name, selector=selector, **{"budget": DECODING_BUDGET} | options)
+
+
+def _kivi_codec(codec: str) -> str:
+    name = kv_codec(codec).name
+    name = {"int2": "kivi2", "int4": "kivi4"}.get(name, name)
+    if not name.startswith("kivi"):
+        raise UsageError(
+            f"codec {codec} is not KIVI's: method kivi takes 2, 4, kivi2, kivi4, and kivi2-g64 and "
+            "the like; method uniform takes all"
+        )
+    return name

@@ -45,8 +45,6 @@ def parse(method: str, **given: Any) -> Recipe:
     for name, read in _READERS.items():
         if isinstance(fields.get(name), str):
             fields[name] = read(fields[name])
-    if method == "kivi" and "codec" in fields:
-        fields["codec"] = _kivi_codec(fields["codec"])
     if method == "thinkv":
         return METHODS[method](**fields)
     selector = fields.pop("selector", None)
@@ -112,16 +110,6 @@ def _read_selector(text: str) -> Selector:
     if text not in SELECTORS:
         raise UsageError(f"selector must be one of {', '.join(SELECTORS)}, got {text!r}")
     return SELECTORS[text]()
-
-
-def _kivi_codec(codec: str) -> str:
-    name = {"int2": "kivi2", "int4": "kivi4"}.get(codec, codec)
-    if not name.startswith("kivi"):
-        raise UsageError(
-            f"codec {codec} is not KIVI's: method kivi takes 2, 4, kivi2, kivi4, and kivi2-g64 and "
-            "the like; method uniform takes all"
-        )
-    return name
 
 
 _READERS = {

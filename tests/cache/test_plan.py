@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import recipes
-from kvjax.cache import Plan, plan
+from kvjax.cache import Plan, init_cache, plan
 from kvjax.cache.plan import PREFILL_CHUNK, bucket, padded_prompt
+from kvjax.compress.policy import policies
+from kvjax.compress.settle import leaving
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from tests.models import configs
@@ -152,3 +154,60 @@ def test_recipes():
             recipes.full(size)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipes.full().page_size = 3
+
+
+def sized_for(recipe, config, batch_size: int = 1) -> Plan:
+    return plan(
+        config,
+        recipe,
+        batch_size=batch_size,
+        prompt_tokens=200,
+        max_new_tokens=50,
+        dtype="float32",
+        parameter_bytes=0,
+    )
+
+
+RECIPES = [
+    recipes.full(16),
+    recipes.uniform("int4"),
+    recipes.uniform("int8", layer_codecs=((1, "kivi4-g16"),)),
+    recipes.uniform("kivi2-g8", layer_codecs=((0, "nvfp4"), (-1, "bf16")), window=5, tick=3),
+    recipes.kivi("kivi4-g8", window=12),
+    recipes.streaming(budget=64, positions="contiguous"),
+    recipes.h2o(budget=0.3, tick=1, every=1, window=1),
+    recipes.rkv(budget=256, skip_layers=(0,), protect_prompt=True),
+]
+WINDOWED = ModelConfig.from_hf(
+    configs.small("gpt_oss", head_dim=16, max_position_embeddings=10_000)
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.name} {recipe.codec}")
+@pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["full", "windows"])
+def test_no_pool_can_run_out_of_pages(config, recipe):
+    """There is one for every place of its tables: all heads of all rows can be full at once."""
+    planned = sized_for(recipe, config, batch_size=3)
+    for layer in init_cache(planned.geometry).layers:
+        for pool, table, free in zip(layer.pools, layer.tables, layer.free, strict=True):
+            assert int(free.count) == table.size == len(free.pages) == len(pool.bias) - 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda recipe: f"{recipe.name} {recipe.codec}")
+def test_the_recent_class_holds_all_that_has_not_left_it(recipe):
+    """A token is written at its position modulo the capacity, so one too many overwrites another.
+
+    Tokens leave in groups of the largest codec of any layer, whatever the layer's own.
+    """
+    of_layer = policies(recipe, CONFIG)
+    layers = sized_for(recipe, CONFIG).geometry.layers
+    capacity = {layer.classes[0].capacity for layer in layers}
+    most = 0
+    for prompt in range(1, 80):
+        length, stored = jnp.full(1, prompt, jnp.int32), jnp.zeros(1, jnp.int32)
+        for _ in range(12):
+            stored = leaving(recipe, of_layer, stored, length)
+            length = length + recipe.tick
+            most = max(most, int((length - stored)[0]))
+    assert most <= min(capacity)
+    assert max(capacity) < most + 16  # pages of recent tokens have 16 slots

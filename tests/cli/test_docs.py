@@ -1,26 +1,35 @@
 """What the README and the docs tell a reader to type works."""
 
+import importlib.util
+import json
 import pathlib
 import re
 import shlex
 
 import pytest
 
-from kvjax.command.decode_options import DecodeConfig, decode_parser
-from kvjax.command.options import parse
-
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: pathlib.Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [block for name, block in found if name == language]
 
 
 def commands() -> list[str]:
     texts = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     lines = [re.sub(r"^\$ |\s*(#|<).*$", "", line) for line in texts]
     return [line for line in lines if line.startswith("python -m kvjax.decode ")]
+
+
+def mentioned() -> list[str]:
+    """Commands inside a sentence."""
+    return [
+        command
+        for page in PAGES
+        for command in re.findall(r"`python -m ([^`]+)`", page.read_text())
+    ]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
@@ -34,13 +43,29 @@ def test_python_in_the_docs_runs(page, model, capsys):
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_in_the_docs_parse(command):
-    config, _ = parse(DecodeConfig, decode_parser(), shlex.split(command)[3:])
-    assert isinstance(config, DecodeConfig)
+def test_commands_in_the_docs_run(command, decode, model, tmp_path, monkeypatch):
+    """As they stand there, on the small model and for a few tokens."""
+    monkeypatch.chdir(tmp_path)
+    questions = [json.dumps({"prompt": text}) for text in ("Why?", "How?")]
+    pathlib.Path("questions.jsonl").write_text("\n".join(questions))
+    argv = shlex.split(command.replace("path/to/model", str(model)))[3:]
+    outcome = decode(*argv, "--max-new-tokens", "4", stdin=b"Why?")
+    assert outcome.code == 0, outcome.err
+    answers = pathlib.Path("answers.jsonl")
+    said = answers.read_text() if answers.exists() else outcome.out
+    assert len(said.splitlines()) >= (2 if "questions.jsonl" in command else 1)
+
+
+@pytest.mark.parametrize("command", mentioned())
+def test_commands_in_a_sentence_name_a_module_and_its_flags(command):
+    module, *rest = command.split()
+    source = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
+    for flag in (word for word in rest if word.startswith("--") and word != "--help"):
+        assert f'"{flag}"' in source
 
 
 def test_there_are_commands_to_check():
-    assert len(commands()) >= 4
+    assert len(commands()) >= 10 and len(mentioned()) >= 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import random
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import kvjax
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.row import Row
 from kvjax.recipes import full
+from tests.cli.conftest import END
 from tests.decoding import small
 
 NEW = ("--max-new-tokens", "40")
@@ -165,3 +168,37 @@ def test_a_stop_text_is_not_empty(decode):
         row_of([], ("a", ""))
     outcome = decode("-p", "a", "--stop", "")
     assert (outcome.code, outcome.err) == (2, "kvjax: --stop must not be empty\n")
+
+
+def test_the_name_of_a_special_token_ends_an_answer_at_that_token(decode, model, monkeypatch):
+    """No text shows the token, so that the name alone would be looked for in vain."""
+    lm = kvjax.load(model)
+    prompt = set(lm.tokenizer.encode_chat([{"role": "user", "content": "hello"}]))
+    [free] = kvjax.generate(lm, ["hello"], max_new_tokens=40, batch_size=1)
+    third = next(token for token in free.tokens[2:] if token not in prompt)
+    # That token gets the id of the special one, whose name is END.
+    swapped = jnp.asarray([95 if i == third else third if i == 95 else i for i in range(96)])
+
+    def renumber(decoder):
+        for table in ("embed", "lm_head"):
+            old = getattr(decoder, table)[...]
+            setattr(decoder, table, nnx.Param(old[swapped]))
+
+    lm = small.changed(lm, renumber)
+    monkeypatch.setattr(kvjax, "load", lambda *_, **__: lm)
+    at = free.tokens.index(third)
+    assert 0 < at < 39 and 95 not in free.tokens
+    for stop, reason in (("never there", "length"), (END, "stop")):
+        argv = ("-p", "hello", *NEW, "--stop", stop, "--format", "json")
+        record = json.loads(decode(*argv).out)
+        assert record["finish_reason"] == reason
+        assert record["run"]["stop_texts"] == [stop]
+        if reason == "stop":
+            assert record["usage"]["generated"] == at + 1
+
+
+def test_a_stop_text_with_a_special_token_in_it_is_refused(decode):
+    outcome = decode("-p", "a", "--stop", f"yes{END}")
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"kvjax: --stop: 'yes{END}' would never be found")
+    assert f"the special token '{END}': pass that alone" in outcome.err

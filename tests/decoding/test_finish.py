@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.cache import plan
 from tests.decoding import small
 from tests.decoding.small import NEW, changed, decode, prompts, usual
 
@@ -68,6 +69,33 @@ def test_the_end_of_the_context(context):
     exact = prompts([context - NEW])[0]
     results = decode([exact, *prompts()[1:]], lm)
     assert (results[0].finish_reason, len(results[0].tokens)) == ("length", NEW)
+
+
+def test_a_cache_that_is_too_small_ends_its_row_and_says_what_was_lost(monkeypatch):
+    """No plan is: here all stored tokens of a head get a single page of 16."""
+    module = importlib.import_module("kvjax.decoding.generate")
+
+    def little(*args, **options):
+        planned = plan(*args, **options)
+        layers = tuple(
+            dataclasses.replace(
+                layer,
+                classes=(layer.classes[0], dataclasses.replace(layer.classes[1], pages_per_head=1)),
+            )
+            for layer in planned.geometry.layers
+        )
+        geometry = dataclasses.replace(planned.geometry, layers=layers)
+        return dataclasses.replace(planned, geometry=geometry)
+
+    monkeypatch.setattr(module, "plan", little)
+    recipe = kvjax.recipes.uniform("int4", page_size=16)
+    results = kvjax.generate(
+        small.lm(), small.prompts([12, 24]), recipe=recipe, max_new_tokens=64, stop_ids=()
+    )
+    for result in results:
+        kv = result.report["kv"]
+        assert result.finish_reason == "cache_full" and len(result.tokens) < 64
+        assert kv["crowded"] > 0 and kv["live_tokens"]["end"] < kv["logical_tokens"]
 
 
 def test_repetition():

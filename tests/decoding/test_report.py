@@ -1,5 +1,6 @@
 """What a result reports, against a recount."""
 
+import inspect
 import json
 import time
 
@@ -105,6 +106,26 @@ def test_settings_and_timing(results):
     assert timing["decode_tok_s"] > 0 and timing["decode_s"] > 0
     assert timing["ms_per_token"]["p99"] >= timing["ms_per_token"]["p50"] > 0
     assert results[0].report["memory"]["peak_bytes"] > 10**7
+
+
+def test_a_record_is_enough_to_decode_again():
+    """Whoever has the model, the prompt and the record gets the same tokens."""
+    lm, recipe = small.lm(), kvjax.recipes.random(budget=40, codec="int4", page_size=16)
+    [prompt] = small.prompts([60])
+    options = {"seed": 11, "recipe": recipe, "max_new_tokens": 40, "stop_ids": (95,)}
+    [first] = kvjax.generate(lm, [prompt], **options, **small.SAMPLED)
+    run = json.loads(json.dumps(first.report["run"]))
+    kept = run["recipe"]
+    selector = kept.pop("selector")
+    chosen = kvjax.recipes.SELECTORS[selector.pop("name").lower()](**selector)
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in kept.items()}
+    again = kvjax.recipes.Recipe(**fields, selector=chosen)
+    assert again == recipe
+    settings = inspect.signature(kvjax.stream).parameters.keys() & run.keys() - {"recipe"}
+    [second] = kvjax.generate(lm, [prompt], recipe=again, **{n: run[n] for n in settings})
+    assert second.tokens == first.tokens
+    [other] = kvjax.generate(lm, [prompt], **options | {"seed": 12}, **small.SAMPLED)
+    assert other.tokens != first.tokens
 
 
 def test_progress_adds_the_rows_up():

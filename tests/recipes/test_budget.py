@@ -86,15 +86,30 @@ def test_a_smaller_budget_holds_less_and_says_something_else(name):
     assert len(said) > 1
 
 
-@pytest.mark.parametrize("budget", [0.01, 0.3, 0.99])
-@pytest.mark.parametrize("name", ["h2o", "rkv"])
-def test_shares_of_short_prompts_leave_something(name, budget):
-    lm = small.lm()
-    prompts = small.prompts([1, 2, 3])
-    results = decode(lm, prompts, made(name, budget=budget), new=20)
+BARE = {"sinks": 0, "recent": 0, "window": 1, "tick": 1, "every": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "options"),
+    [
+        *((name, budget, {}) for name in ("h2o", "rkv") for budget in (0.01, 0.3, 0.99)),
+        ("h2o", 0.01, BARE),
+        *(
+            pytest.param("tova", budget, BARE, marks=pytest.mark.slow)
+            for budget in (0.01, 0.1, 0.5, 0.99)
+        ),
+    ],
+)
+def test_shares_of_short_prompts_leave_something(name, budget, options):
+    """Also where neither first nor last tokens are kept; a cache without a token would give NaN."""
+    prompts, recipe = small.prompts([1, 2, 3]), made(name, budget=budget, **options)
+    results = decode(small.lm(), prompts, recipe, new=20)
     assert [result.finish_reason for result in results] == ["length"] * 3
-    for result in results:
-        assert result.report["kv"]["live_tokens"]["min"] >= 1
+    for prompt, result in zip(prompts, results, strict=True):
+        live = result.report["kv"]["live_tokens"]
+        assert live["min"] >= min(len(prompt), recipe.floor)
+        read = len(prompt) + 19
+        assert live["end"] >= min(max(recipe.floor, budget * read), read)
 
 
 def test_a_protected_prompt_stays_whole():
@@ -178,6 +193,25 @@ def test_groups_of_tokens_leave_the_recent_window_together():
     assert result.finish_reason == "length"
     kv = result.report["kv"]
     assert kv["live_tokens"]["end"] == kv["logical_tokens"] == 50 + NEW - 1
+
+
+@pytest.mark.parametrize("length", [30, 39])
+def test_layers_in_groups_of_tokens_lose_nothing_in_the_others(length):
+    """All layers then let tokens go in such groups, and must have the room until then."""
+    recipe = recipes.uniform("bf16", page_size=16, layer_codecs=((1, "kivi4-g8"),))
+    [result] = decode(small.lm(), small.prompts([length]), recipe)
+    held = [layer["live_tokens"] for layer in result.report["kv"]["per_layer"]]
+    assert held == [length + NEW - 1] * 3
+
+
+def test_a_width_means_kivi_s_own_codec_and_others_are_refused():
+    assert recipes.kivi("int4") == recipes.kivi("4") == recipes.kivi("kivi4")
+    assert recipes.kivi("int4") == recipes.parse("kivi", codec="4")
+    assert (recipes.kivi("2").codec, recipes.kivi("2").tick) == ("kivi2", 32)
+    assert recipes.kivi("kivi2-g64").tick == 64
+    for codec in ("int8", "nvfp4", "bf16", "k4v2"):
+        with pytest.raises(UsageError, match=f"codec {codec} is not KIVI's"):
+            recipes.kivi(codec)
 
 
 def test_random_draws_by_its_seed():
