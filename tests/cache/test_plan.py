@@ -204,9 +204,10 @@ def test_the_recent_class_holds_all_that_has_not_left_it(recipe):
     capacity = {layer.classes[0].capacity for layer in layers}
     most = 0
     for prompt in range(1, 80):
-        length, stored = jnp.full(1, prompt, jnp.int32), jnp.zeros(1, jnp.int32)
+        length = first = jnp.full(1, prompt, jnp.int32)
+        stored = jnp.zeros(1, jnp.int32)
         for _ in range(12):
-            stored = leaving(recipe, of_layer, stored, length)
+            stored = leaving(recipe, of_layer, stored, length, first)
             length = length + recipe.tick
             most = max(most, int((length - stored)[0]))
     assert most <= min(capacity)
