@@ -47,10 +47,14 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("by_tick", [False, True], ids=["by token", "by tick"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n.startswith("random") else ()) for n in ALL],
+    ("name", "by_tick"),
+    [
+        pytest.param(name, by_tick, marks=() if quick else pytest.mark.slow)
+        for name in ALL
+        for by_tick in (False, True)
+        for quick in [name in ("full", "bf16") or (name, by_tick) == ("tova, roomy", True)]
+    ],
 )
 def test_what_keeps_all_as_it_was_is_the_same(name, by_tick):
     found = run(ALL[name], by_tick=by_tick)
