@@ -20,12 +20,16 @@ demo: model
 model: venv
 	@$(BIN)/python -m kvjax.fetch_model smollm2 >/dev/null
 
+# Each worker gets one half of the tests and, when done, some of the other's: neighbours share
+# compiled programs, and the heavy ones at the end are not left to one worker.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 test: venv
-	$(BIN)/python -m pytest -q -n 2
+	$(PYTEST)
 
 # The cross products and soaks as well, and the ahead-of-time compilation tests.
 test-all: model test-aot
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not aot"
+	$(PYTEST) -m "not gpu and not aot"
 
 test-aot: venv-aot
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(AOT)/bin/python -m pytest -q -m aot tests/aot

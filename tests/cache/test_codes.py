@@ -49,8 +49,17 @@ def dense(q, k, v):
     return out, mass
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("spec", [*ADVERTISED[:5], "k4v2", "k16v4", "nvfp4", "ternary", "kivi2"])
+SPECS = [*ADVERTISED[:5], "k4v2", "k16v4", "nvfp4", "ternary", "kivi2"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "biased"),
+    [
+        *((spec, True) for spec in SPECS),  # a bias is for those that rotate
+        ("int4", False),
+        *(pytest.param(spec, False, marks=pytest.mark.slow) for spec in SPECS if spec != "int4"),
+    ],
+)
 def test_attention_reads_what_was_stored(spec, biased):
     rng = np.random.default_rng(len(spec))
     codec, basis = kv_codec(spec), KeyBasis()

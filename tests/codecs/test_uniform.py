@@ -79,7 +79,7 @@ def test_fp8_is_cut_where_float16_cannot_hold_the_scale(largest):
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("dim", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 128))])
 def test_at_most_half_a_step(name, dim):
     codec, x = kv_codec(name).k, numbers((500, dim), seed=1)
     stored = encode(codec, x)

@@ -41,7 +41,8 @@ def problem(group: int) -> Context:
 
 @functools.cache
 def compiled(selector):
-    return jax.jit(selector.__call__)
+    # Many small programs, each run a few times.
+    return jax.jit(selector.__call__, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def scores_of(selector, ctx: Context) -> np.ndarray:

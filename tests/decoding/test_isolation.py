@@ -65,7 +65,9 @@ def test_alone(sampled, seed):
         assert alone == [small.usual(sampled, seed)[row]]
 
 
-@pytest.mark.parametrize(("sampled", "seed"), KINDS[1:])
+@pytest.mark.parametrize(
+    ("sampled", "seed"), [KINDS[1], pytest.param(*KINDS[2], marks=pytest.mark.slow)]
+)
 def test_beside_neighbours_that_finish_early(sampled, seed):
     """Rows 0 and 2 reach a stop in the middle of a chunk, after which the others go on."""
     usual = small.usual(sampled, seed)

@@ -110,8 +110,16 @@ def _step(model: Decoder, token, step, caches):
     return model(token, positions, attend, caches)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "float32") for family in FAMILIES),
+        *(
+            pytest.param(family, "bfloat16", marks=() if family == "llama" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+    ],
+)
 def test_a_row_does_not_feel_its_neighbours(family, dtype):
     model = make(family, dtype)
     tokens = jax.random.randint(jax.random.key(6), (3, 12), 0, 64)

@@ -77,6 +77,6 @@ def streaming_seen(cuts: np.ndarray, sinks: int, windows) -> np.ndarray:
     return np.stack([kept if window is None else causal & (t - s < window) for window in windows])
 
 
-def greedy(lm: kvjax.LanguageModel, tokens, prompt: int, **how) -> list[int]:
-    """What was chosen at each position from the prompt's end on, by the oracle's logits."""
-    return logits(lm, tokens, **how)[prompt - 1 : -1].argmax(-1).tolist()
+def greedy(lm: kvjax.LanguageModel, tokens, prompt: int, end: int, **how) -> list[int]:
+    """What is chosen at each position from the prompt's end to ``end``, by the oracle's logits."""
+    return logits(lm, tokens, **how)[prompt - 1 : end - 1].argmax(-1).tolist()

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax.decoding import decode_chunk
+from kvjax.decoding.generate import NARROWEST
 from tests.decoding import small
-from tests.recipes.test_budget import EVICTING, made
+from tests.recipes.test_budget import EVICTING, NEW, made, quick_ones
 from tests.recipes.test_survivors import states
 
-BUDGET, STEPS = 44, 64
-QUICK = ("h2o", "rkv")
+BUDGET, STEPS = 40, NEW
+CODECS = {"rkv": "int4"}  # as in test_budget.py, so that the programs are compiled once
 
 
 def live(state) -> dict[tuple[int, int], set[int]]:
@@ -29,15 +30,12 @@ def live(state) -> dict[tuple[int, int], set[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in EVICTING
-        if name != "snapkv"  # which keeps all that it decodes
-    ],
+    # snapkv keeps all that it decodes.
+    quick_ones([name for name in EVICTING if name != "snapkv"], "h2o", "rkv"),
 )
 def test_the_budget_holds_at_every_step(name):
     """A row holds the most right before a tick's end, and the least right after its maintenance."""
-    lm, recipe = small.lm(), made(name, budget=BUDGET, codec="bf16")
+    lm, recipe = small.lm(), made(name, budget=BUDGET, codec=CODECS.get(name, "bf16"))
     most = 0
     found = states(lm, small.prompts([70])[0], recipe, STEPS)
     for state in itertools.islice(found, STEPS // recipe.tick):  # the last one is not worked on
@@ -51,6 +49,7 @@ def test_the_budget_holds_at_every_step(name):
             np.zeros(1, bool),
             steps=recipe.tick,
             stop_ids=(),
+            width=NARROWEST,
             recipe=recipe,
         )
         most = max(most, *(len(held) for held in live(state).values()))

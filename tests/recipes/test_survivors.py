@@ -10,6 +10,7 @@ import kvjax
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.decoding import decode_chunk, prefill_chunk, start_decoding
+from kvjax.decoding.generate import NARROWEST
 from kvjax.decoding.maintain import maintain
 from pallas_kernels import SCRATCH_PAGE
 from tests.decoding import small
@@ -50,7 +51,14 @@ def states(lm, prompt, recipe, steps: int):
             )
         yield state
         state, _ = decode_chunk(
-            lm.model, state, None, halt, steps=recipe.tick, stop_ids=(), recipe=recipe
+            lm.model,
+            state,
+            None,
+            halt,
+            steps=recipe.tick,
+            stop_ids=(),
+            width=NARROWEST,
+            recipe=recipe,
         )
     yield state
 
