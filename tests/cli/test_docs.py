@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from kvjax.command.calibrate_options import CalibrateConfig, calibrate_parser
 from kvjax.command.decode_options import DecodeConfig, decode_parser
 from kvjax.command.options import parse
 
@@ -17,10 +18,16 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+COMMANDS = {
+    "kvjax.decode": (DecodeConfig, decode_parser),
+    "kvjax.calibrate": (CalibrateConfig, calibrate_parser),
+}
+
+
 def commands() -> list[str]:
     texts = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     lines = [re.sub(r"^\$ |\s*(#|<).*$", "", line) for line in texts]
-    return [line for line in lines if line.startswith("python -m kvjax.decode ")]
+    return [line for line in lines if line.startswith(tuple(f"python -m {c} " for c in COMMANDS))]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
@@ -35,8 +42,10 @@ def test_python_in_the_docs_runs(page, model, capsys):
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_in_the_docs_parse(command):
-    config, _ = parse(DecodeConfig, decode_parser(), shlex.split(command)[3:])
-    assert isinstance(config, DecodeConfig)
+    name, *flags = shlex.split(command)[2:]
+    table, parser = COMMANDS[name]
+    config, _ = parse(table, parser(), flags)
+    assert isinstance(config, table)
 
 
 def test_there_are_commands_to_check():

@@ -71,7 +71,7 @@ def test_no_tri_modal_layer_is_said_and_written(calibrate, prompts, tmp_path):
     outcome = calibrate("--prompts", prompts, "--out", out, *SHORT, "--quiet")
     assert outcome.code == 0 and outcome.out == ""
     [verdict] = outcome.err.splitlines()
-    assert verdict.startswith("kvjax: no layer is tri-modal: layer ")
+    assert verdict.startswith("kvjax: no layer is tri-modal: one shows three modes on ")
     assert "4 bits throughout" in verdict
     found = Calibration.load(out)
     assert (found.layers, found.thresholds, found.tokens) == ((), None, 4 * 70)

@@ -32,12 +32,13 @@ def tokens_of(lm, count: int) -> list[int]:
     return np.random.default_rng(count).integers(0, lm.config.vocab_size, count).tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_window", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_window", "gpt_oss"])
 def test_every_step_has_the_sparsity_of_a_plain_pass(name):
     lm = small.lm(name)
     ids = tokens_of(lm, 45)
     found = record(lm, ids[:18], ids[18:])
     assert found.dtype == np.float32 and found.shape == (lm.config.num_layers, 27)
+    assert (found.std(1) > 0.05).all()  # there is something to measure
     # A weight right at the border may fall on either side of it.
     np.testing.assert_allclose(found, expected(lm, ids, 18), atol=1.01 / 18)
     assert np.mean(found == expected(lm, ids, 18).astype(np.float32)) > 0.99
