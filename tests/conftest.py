@@ -19,6 +19,9 @@ CHECKED = (
     "kvjax.models.forward",
     "kvjax.models.layers",
     "kvjax.models.rope",
+    "kvjax.thoughts.density",
+    "kvjax.thoughts.record",
+    "kvjax.thoughts.sparsity",
     "pallas_kernels",
 )
 

@@ -21,7 +21,7 @@ def test_every_folder_of_modules_is_a_package():
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_a_wheel_holds_training_and_evaluation_inside_kvjax(tmp_path):
+def test_a_wheel_holds_the_calibrations_and_training_and_evaluation_inside_kvjax(tmp_path):
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
     for name in SOURCES:
@@ -35,8 +35,9 @@ def test_a_wheel_holds_training_and_evaluation_inside_kvjax(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path for name in SOURCES for path in copy.joinpath(name).rglob("*.py")}
-    names = {path.relative_to(copy).as_posix() for path in modules}
-    assert held == {re.sub(r"^(train|eval)/", r"kvjax/\1/", name) for name in names}
+    data = set(copy.glob("kvjax/thoughts/calibrations/*.json"))
+    names = {path.relative_to(copy).as_posix() for path in modules | data}
+    assert data and held == {re.sub(r"^(train|eval)/", r"kvjax/\1/", name) for name in names}
     assert {"kvjax/train/__init__.py", "kvjax/eval/__init__.py"} <= held
 
 

@@ -294,12 +294,12 @@ def _tell(config: CalibrateConfig, found: Fit, windows: tuple[int | None, ...]) 
         for line in lines:
             print(f"kvjax: {line}", file=sys.stderr)
     if found.thresholds is None:
-        best = found.ranking[0]
+        most = max(found.trimodal[layer] for layer in found.ranking)
         print(
-            f"kvjax: no layer is tri-modal: layer {best} comes nearest, with three modes for "
-            f"{found.trimodal[best]:.0%} of the prompts used ({prompts}), and --min-share is "
-            f"{config.min_share:.0%}. {config.output} says so: ThinKV then has one kind of "
-            "thought, 4 bits throughout, and evicts at the budget",
+            f"kvjax: no layer is tri-modal: one shows three modes on {most:.0%} of the prompts "
+            f"used ({prompts}) at best, and --min-share is {config.min_share:.0%}. "
+            f"{config.output} says so: ThinKV then has one kind of thought, 4 bits throughout, "
+            "and evicts at the budget",
             file=sys.stderr,
         )
     sys.stderr.flush()

@@ -29,15 +29,16 @@ def draw(found: Fit, calibration: Calibration) -> bytes:
         axes.set_title(f"layer {layer}: {share}", fontsize=8, loc="left")
         axes.set_yticks([])
         axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[-1].set_xlim(-0.02, 1.02)
     panels[-1].set_xlabel("share of visible keys below 1 % of the row's largest weight")
     figure.suptitle(f"{calibration.model}: {_verdict(calibration)}", fontsize=9)
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
+    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
     return content.getvalue()
 
 
 def _verdict(calibration: Calibration) -> str:
     if calibration.thresholds is None:
-        return "no layer is tri-modal (the nearest are shown)"
+        return "no layer is tri-modal (shown: the first in rank)"
     low, high = calibration.thresholds
     return f"execution below {low:.3f}, transition above {high:.3f}"

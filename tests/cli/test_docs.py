@@ -8,6 +8,9 @@ import shlex
 
 import pytest
 
+from kvjax.command.calibrate_options import CalibrateConfig, calibrate_parser
+from kvjax.command.options import parse
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -17,10 +20,10 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     return [block for name, block in found if name == language]
 
 
-def commands() -> list[str]:
+def commands(module: str) -> list[str]:
     texts = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     lines = [re.sub(r"^\$ |\s*(#|<).*$", "", line) for line in texts]
-    return [line for line in lines if line.startswith("python -m kvjax.decode ")]
+    return [line for line in lines if line.startswith(f"python -m {module} ")]
 
 
 def mentioned() -> list[str]:
@@ -42,7 +45,7 @@ def test_python_in_the_docs_runs(page, model, capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands("kvjax.decode"))
 def test_commands_in_the_docs_run(command, decode, model, tmp_path, monkeypatch):
     """As they stand there, on the small model and for a few tokens."""
     monkeypatch.chdir(tmp_path)
@@ -64,8 +67,14 @@ def test_commands_in_a_sentence_name_a_module_and_its_flags(command):
         assert f'"{flag}"' in source
 
 
+@pytest.mark.parametrize("command", commands("kvjax.calibrate"))
+def test_commands_in_the_docs_parse(command):
+    config, _ = parse(CalibrateConfig, calibrate_parser(), shlex.split(command)[3:])
+    assert isinstance(config, CalibrateConfig)
+
+
 def test_there_are_commands_to_check():
-    assert len(commands()) >= 10 and len(mentioned()) >= 8
+    assert len(commands("kvjax.decode")) >= 10 and len(mentioned()) >= 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
