@@ -1,11 +1,14 @@
-"""``paged_attention`` as a Pallas-Triton kernel: no gather, each live page is read once.
+"""``paged_attention`` as a Pallas-Triton kernel: no gather, each live page is read once, as codes.
 
 A program takes one row, one KV head and a share of its pages. The operands are swapped, so that a
 page of keys, and a page of transposed values, is the left side of a product whose right side is as
-narrow as the query group. Shares are merged in float32 afterwards.
+narrow as the query group. Shares are merged in float32 afterwards. ``operands`` says how codes are
+multiplied without becoming numbers first.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layout import KVPages
+from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+from pallas_kernels.paged_attention.operands import FORMATS, Codes, Numbers
+from pallas_kernels.read import coded_queries, plain_output
 
 NEG_INF = -1e30  # finite, so that a share with no live slot has weight zero and never NaN
-PROGRAMS = 512
-"""Programs to aim at: a few for each multiprocessor, also where the batch is small."""
+LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instruction for 2**x alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What is tuned.
+
+    Attributes:
+        programs: to aim at, in all.
+        slots: at least so many are read at a time.
+    """
+
+    programs: int = 1024
+    slots: int = 64
+    num_warps: int = 2
+    num_stages: int = 3
 
 
 def unsupported(
@@ -25,21 +44,25 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot run on these shapes, None where it can."""
     q = queries[0]
-    dim = q.shape[-1]
     group = q.shape[1] // tables[0].shape[1]
-    if dim & (dim - 1) or dim < 16:
-        return f"head_dim must be a power of two and at least 16, got {dim}"
     if group > 16:
         return f"at most 16 query heads may share a KV head, got {group}"
     for pages in pools:
-        if not pages.plain:
-            return f"keys and values must be plain numbers, got {pages.k_format}, {pages.v_format}"
+        for fmt, scale, zero in (
+            (pages.k_format, pages.k_scale, pages.k_zero),
+            (pages.v_format, pages.v_scale, pages.v_zero),
+        ):
+            if fmt not in FORMATS or zero is not None:
+                return f"no codes of {fmt}{'' if zero is None else ' with a zero point'}"
+            if scale is not None and scale.size != pages.bias.size:
+                return f"codes need one scale a slot, got {scale.shape} of {pages.bias.shape}"
         if pages.page_size & (pages.page_size - 1) or pages.page_size < 16:
             return f"the page size must be a power of two and at least 16, got {pages.page_size}"
-        if pages.k.dtype != q.dtype:
-            return f"queries and pages must have one dtype, got {q.dtype} and {pages.k.dtype}"
-        if 2**31 <= pages.k.nbytes <= 2**32:
-            return f"pools of 2 to 4 GiB overflow 32-bit offsets, got {pages.k.nbytes} bytes"
+        for array, fmt in ((pages.k, pages.k_format), (pages.v, pages.v_format)):
+            if fmt == "float" and array.dtype != q.dtype:
+                return f"queries and pages must have one dtype, got {q.dtype} and {array.dtype}"
+            if 2**31 <= array.nbytes <= 2**32:
+                return f"pools of 2 to 4 GiB overflow 32-bit offsets, got {array.nbytes} bytes"
     return None
 
 
@@ -52,8 +75,10 @@ def paged_attention_triton(
     q_pos: Int[Array, " B"] | None,
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
+    with_mass: bool = False,
+    launch: Launch = Launch(),
     interpret: bool = False,
-) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
+) -> tuple:
     """See ``pallas_kernels.paged_attention``.
 
     Raises:
@@ -62,99 +87,179 @@ def paged_attention_triton(
     reason = unsupported(queries, pools, tables)
     if reason:
         raise NotImplementedError(f"triton paged_attention: {reason}")
-    rows, heads = tables[0].shape[:2]
-    group = queries[0].shape[1] // heads
-    q_pos = jnp.zeros(rows, jnp.int32) if q_pos is None else q_pos
-    shares = [
-        _shares(_columns(q, heads), q_pos, pages, table, scale, window, interpret)
-        for q, pages, table in zip(queries, pools, tables, strict=True)
-    ]
-    parts = (jnp.concatenate(part, 2)[..., :group] for part in zip(*shares, strict=True))
-    out, lse = _combine(*parts, sinks)
-    return out.swapaxes(2, 3).reshape(queries[0].shape), lse.reshape(queries[0].shape[:2])
+    options = dict(scale=scale, window=window, launch=launch, interpret=interpret)
+    parts = []
+    for q, pages, table in zip(queries, pools, tables, strict=True):
+        q, offset = coded_queries(pages, q)
+        parts.append(_shares(q, q_pos, pages, table, offset, with_mass=with_mass, **options))
+    return _combine(parts, queries[0], pools, tables, sinks)
 
 
-def _columns(q: Float[Array, "B Hq D"], heads: int) -> Float[Array, "B Hkv D G"]:
-    """The queries of each KV head side by side, padded to what a product takes."""
-    grouped = q.reshape(q.shape[0], heads, -1, q.shape[2]).swapaxes(2, 3)
-    group = grouped.shape[3]
-    narrow = max(8, pl.next_power_of_2(group))
-    return jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, narrow - group)))
-
-
-def _shares(columns, q_pos, pages: KVPages, table, scale, window, interpret):
+def _shares(q, q_pos, pages: KVPages, table, offset, *, scale, window, launch, with_mass, interpret):
     """Unnormalised output [B, Hkv, N, D, G], top logit and mass [B, Hkv, N, G] of N shares."""
-    rows, heads, dim, narrow = columns.shape
-    width = table.shape[2]
-    share = -(-width // min(width, max(1, PROGRAMS // (rows * heads))))
-    count = -(-width // share)
-    mass = jax.ShapeDtypeStruct((rows, heads, count, narrow), jnp.float32)
-    out = jax.ShapeDtypeStruct((rows, heads, count, dim, narrow), jnp.float32)
+    rows, kv_heads, width = table.shape
+    heads, dim = q.shape[1:]
+    group = heads // kv_heads
+    together = max(1, launch.slots // pages.page_size)  # pages that are read at a time
+    steps = -(-width // together)
+    count = min(steps, max(1, launch.programs // (rows * kv_heads)))
+    arrays = {"table": table, "q": q, "k": pages.k, "v": pages.v, "bias": pages.bias}
+    for name in ("k_scale", "v_scale"):
+        if getattr(pages, name) is not None:
+            arrays[name] = getattr(pages, name).reshape(pages.bias.shape)
+    if window is not None:
+        arrays |= {"q_pos": q_pos, "pos": pages.pos}
+    if offset is not None:
+        arrays["offset"] = offset
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
+
+    out = {"out": array(count, dim, group), "top": array(count, group), "total": array(count, group)}
+    if with_mass:
+        out["logits"] = array(width * pages.page_size, group)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    kernel = functools.partial(_attend, share=share, width=width, scale=scale, window=window)
+    kernel = functools.partial(
+        _attend,
+        formats=(pages.k_format, pages.v_format),
+        count=count,
+        together=together,
+        scale=scale,
+        window=window,
+        interpret=interpret,
+    )
     return pl.pallas_call(
         kernel,
-        grid=(rows, heads, count),
-        in_specs=[whole] * 7,
-        out_specs=[whole] * 3,
-        out_shape=[out, mass, mass],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        grid=(rows, kv_heads, count),
+        in_specs=[jax.tree.map(lambda _: whole, arrays)],
+        out_specs=jax.tree.map(lambda _: whole, out),
+        out_shape=out,
+        compiler_params=plt.CompilerParams(
+            num_warps=launch.num_warps, num_stages=launch.num_stages
+        ),
         interpret=interpret,
         name="paged_attention",
-    )(table, q_pos, columns, pages.k, pages.v, pages.bias, pages.pos)
+    )(arrays)
 
 
-def _attend(
-    table, q_pos, q, k, v, bias, pos, out, out_top, out_total, *, share, width, scale, window
-):
+def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    columns = q[row, head, :, :]  # [D, G]
-    dot = functools.partial(plt.dot, precision=_precision(columns.dtype))
+    table, bias = refs["table"], refs["bias"]
+    width, page = table.shape[2], bias.shape[1]
+    dim, group = outs["out"].shape[3:]
+    slots = together * page
+    columns = jnp.arange(max(8, pl.next_power_of_2(group)))
+    real = columns < group
+
+    k_side, v_side = (
+        (Numbers if fmt == "float" else Codes)(fmt, dim, refs[name].dtype, interpret)
+        for fmt, name in zip(formats, "kv", strict=True)
+    )
+
+    def query(channels):
+        """A plane of the queries, [channels, columns] in float32."""
+        where = refs["q"].at[row, (head * group + columns)[None], channels[:, None]]
+        mask = real[None] & (channels[:, None] < dim)
+        return plt.load(where, mask=mask, other=0).astype(jnp.float32)
+
+    k_side, v_side, query = k_side, v_side, k_side.queries(query, scale * LOG2E)
+    shift = None
+    if "offset" in refs:
+        where = refs["offset"].at[row, head * group + columns]
+        shift = plt.load(where, mask=real, other=0) * jnp.float32(scale * LOG2E)
+
+    everywhere = jnp.arange(pl.next_power_of_2(width))
+    ids = plt.load(table.at[row, head, everywhere], mask=everywhere < width, other=SCRATCH_PAGE)
+    used = jnp.where(ids != SCRATCH_PAGE, everywhere + 1, 0).max()
+    steps = pl.cdiv(used, together)
+    share = pl.cdiv(steps, count)
     first = part * share
 
     def step(i, carry):
-        out, top, total = carry
-        page = table[row, head, first + i]
-        mark = bias[page, :]
+        outs_, top, total = carry
+        if together == 1:
+            ids = table[row, head, i]
+        else:
+            at = i * together + jnp.arange(together)
+            ids = plt.load(table.at[row, head, at], mask=at < width, other=SCRATCH_PAGE)
+
+        def vector(name):
+            return _vector(refs[name], ids, page)
+
+        mark = vector("bias")
         live = mark > NEG_INF
         if window is not None:
-            live &= q_pos[row] - pos[page, :] < window
+            live &= refs["q_pos"][row] - vector("pos") < window
         live = live[:, None]
-        logits = dot(k[page, :, :], columns) * jnp.float32(scale) + mark[:, None]
-        logits = jnp.where(live, logits, jnp.float32(NEG_INF))  # [slots, G]
+        k_scale = vector("k_scale") if "k_scale" in refs else None
+        logits = k_side.times_query(k_side.rows(refs["k"], ids, page), query, k_scale)
+        if shift is not None:
+            logits += shift[None]
+        logits += (mark * jnp.float32(LOG2E))[:, None]
+        logits = jnp.where(live, logits, jnp.float32(NEG_INF))  # [slots, columns]
+        if "logits" in outs:
+            where = outs["logits"].at[
+                row, head, (i * slots + jnp.arange(slots))[:, None], columns[None]
+            ]
+            at = (i * slots + jnp.arange(slots))[:, None] < width * page
+            plt.store(where, logits, mask=real[None] & at)
         new_top = jnp.maximum(top, logits.max(0))
-        weights = jnp.where(live, jnp.exp(logits - new_top[None]), jnp.float32(0))
-        fade = jnp.exp(top - new_top)
-        out = out * fade[None] + dot(v[page, :, :], weights.astype(v.dtype))
-        return out, new_top, total * fade + weights.sum(0)
+        weights = jnp.where(live, jnp.exp2(logits - new_top[None]), jnp.float32(0))
+        fade = jnp.exp2(top - new_top)
+        total = total * fade + weights.sum(0)
+        if "v_scale" in refs:
+            v_scale = vector("v_scale").astype(jnp.float32)[:, None]
+            weights = jnp.where(live, weights * v_scale, jnp.float32(0))
+        outs_ = v_side.add_weighted(v_side.columns(refs["v"], ids, page), weights, outs_, fade)
+        return outs_, new_top, total
 
+    narrow = columns.shape
     start = (
-        jnp.zeros(columns.shape, jnp.float32),
-        jnp.full(columns.shape[1:], NEG_INF, jnp.float32),
-        jnp.zeros(columns.shape[1:], jnp.float32),
+        v_side.start(*narrow),
+        jnp.full(narrow, NEG_INF, jnp.float32),
+        jnp.zeros(narrow, jnp.float32),
     )
-    steps = jnp.minimum(share, width - first)
-    out[row, head, part, :, :], out_top[row, head, part, :], out_total[row, head, part, :] = (
-        jax.lax.fori_loop(0, steps, step, start)
-    )
+    sums, top, total = jax.lax.fori_loop(first, jnp.minimum(first + share, steps), step, start)
+    for channels, mine in zip(v_side.channels(), sums, strict=True):
+        where = outs["out"].at[row, head, part, channels[:, None], columns[None]]
+        plt.store(where, mine, mask=(channels < dim)[:, None] & real[None])
+    for name, value in (("top", top), ("total", total)):
+        plt.store(outs[name].at[row, head, part, columns], value, mask=real)
 
 
-def _precision(dtype) -> jax.lax.DotAlgorithmPreset | None:
-    """Float32 products of float32 operands, which the hardware would round to TF32."""
-    return jax.lax.DotAlgorithmPreset.F32_F32_F32 if dtype == jnp.float32 else None
+def _vector(ref, ids, page):
+    """A number a slot: [pages * page]."""
+    slots = jnp.arange(page)
+    if ids.ndim == 0:
+        return ref[ids, slots]
+    return ref[ids[:, None], slots[None]].reshape(-1)
 
 
-def _combine(out, top, total, sinks):
-    """Merge the shares: output [B, Hkv, D, G] and log-sum-exp [B, Hkv, G]."""
-    best = top.max(2)
+def _combine(parts, q, pools, tables, sinks):
+    """Merge the shares of all pools."""
+    rows, kv_heads = tables[0].shape[:2]
+    tops = [part["top"].max(2) for part in parts]
+    best = functools.reduce(jnp.maximum, tops)  # [B, Hkv, G]
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, *best.shape[1:])
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1) * LOG2E
         best = jnp.maximum(best, sink)
-    weight = jnp.exp(top - best[:, :, None])
-    mass = (total * weight).sum(2)
-    if sinks is not None:
-        mass += jnp.exp(sink - best)
-    some = mass > 0
-    mass = jnp.where(some, mass, 1.0)
-    lse = jnp.where(some, best + jnp.log(mass), -jnp.inf)
-    return (out * weight[:, :, :, None]).sum(2) / mass[:, :, None], lse
+    total = 0.0 if sinks is None else jnp.exp2(sink - best)
+    out = 0.0
+    for part, pages in zip(parts, pools, strict=True):
+        weight = jnp.exp2(part["top"] - best[:, :, None])
+        total += (part["total"] * weight).sum(2)
+        mine = (part["out"] * weight[:, :, :, None]).sum(2).swapaxes(2, 3)
+        out += plain_output(pages, mine)
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, best + jnp.log2(total), -jnp.inf)
+    out = (out / total[..., None]).reshape(q.shape)
+    found = out, (lse / LOG2E).reshape(q.shape[:2])
+    if "logits" not in parts[0]:
+        return found
+    mass = []
+    for part, table in zip(parts, tables, strict=True):
+        share = jnp.exp2(part["logits"] - jnp.where(some, lse, 0)[:, :, None]).sum(3)
+        named = jnp.repeat(table != SCRATCH_PAGE, share.shape[2] // table.shape[2], axis=2)
+        mass.append(jnp.where(named, share, 0))
+    return *found, tuple(mass)

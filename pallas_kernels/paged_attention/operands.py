@@ -1,0 +1,196 @@
+"""Pages as the left side of a product, inside a Triton kernel.
+
+Integer codes are multiplied as they are: shifted to the top of a signed byte each, four bytes an
+instruction, and then by the tensor cores' product of bytes. What stands on the right, queries or
+weights, is 16-bit fixed point of its column's largest number, as two bytes: finer than bfloat16.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.formats import PER_BYTE
+
+_TOP = 32512.0  # the largest number whose two signed bytes are both in range
+_ROUND = 12582912.0  # 1.5 * 2**23: added to a float32, the sum's low bits are the nearest integer
+_TINY = 1e-30
+
+# Plane p of a byte is ((byte << left - bits * p) & mask) ^ flip, a signed byte that says
+# level * unit.
+_INTEGERS = {
+    "int8": (0, 0xFF, 0x80, 1.0),
+    "int4": (4, 0xF0, 0x80, 16.0),
+    "int2": (6, 0xC0, 0xA0, 64.0),
+}
+FORMATS = ("float", "fp8", *_INTEGERS)
+_FP8_UNIT = 1 / 256  # an e4m3's bits, moved to where a float16 has them, say so much of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Keys or values of one format.
+
+    Attributes:
+        dim: channels of a head.
+        dtype: of the stored array.
+        interpret: whether there is no inline assembly.
+    """
+
+    fmt: str
+    dim: int
+    dtype: jnp.dtype
+    interpret: bool
+
+    @property
+    def planes(self) -> int:
+        return PER_BYTE.get(self.fmt, 1)
+
+    @property
+    def width(self) -> int:
+        return self.dim // self.planes
+
+    @property
+    def padded(self) -> int:
+        """Stored channels of a tile: a power of two, as much as a product takes."""
+        least = 32 if self.fmt in _INTEGERS else 16
+        return max(least, pl.next_power_of_2(self.width))
+
+    def channels(self):
+        """For each plane, the channels of its tile; beyond ``dim`` where there is none."""
+        stored = jnp.arange(self.padded)
+        there = stored < self.width
+        return [
+            jnp.where(there, stored + plane * self.width, self.dim) if self.padded != self.width
+            else stored + plane * self.width
+            for plane in range(self.planes)
+        ]  # fmt: skip
+
+    def start(self, columns: int):
+        return (jnp.zeros((self.padded, columns), jnp.float32),) * self.planes
+
+    def rows(self, ref, ids, page):
+        """A tile of keys, [slots, stored channels]."""
+        stored, slots = jnp.arange(self.padded), jnp.arange(page)
+        if ids.ndim == 0:
+            at = ref.at[ids, slots[:, None], stored[None]]
+            return self._load(at, (stored < self.width)[None])
+        at = ref.at[ids[:, None, None], slots[None, :, None], stored[None, None]]
+        return self._load(at, (stored < self.width)[None, None]).reshape(-1, self.padded)
+
+    def columns(self, ref, ids, page):
+        """A tile of values, [stored channels, slots]."""
+        stored, slots = jnp.arange(self.padded), jnp.arange(page)
+        if ids.ndim == 0:
+            at = ref.at[ids, stored[:, None], slots[None]]
+            return self._load(at, (stored < self.width)[:, None])
+        at = ref.at[ids[None, :, None], stored[:, None, None], slots[None, None]]
+        return self._load(at, (stored < self.width)[:, None, None]).reshape(self.padded, -1)
+
+    def _load(self, at, mask):
+        if self.padded == self.width:
+            return plt.load(at)
+        return plt.load(at, mask=mask, other=0)
+
+
+class Numbers(Side):
+    """Numbers that are stored as they are."""
+
+    def queries(self, query, scale):
+        (channels,) = self.channels()
+        return query(channels).astype(self.dtype), jnp.float32(scale)
+
+    def times_query(self, tile, query, _):
+        q, factor = query
+        return self._dot(tile, q) * factor
+
+    def add_weighted(self, tile, weights, sums, fade):
+        (out,) = sums
+        return (out * fade[None] + self._dot(tile, weights.astype(self.dtype)),)
+
+    def _dot(self, a, b):
+        # Float32 products of float32 operands, which the hardware would round to TF32.
+        exact = jax.lax.DotAlgorithmPreset.F32_F32_F32
+        return plt.dot(a, b, precision=exact if self.dtype == jnp.float32 else None)
+
+
+class Codes(Side):
+    """Codes with a scale a slot."""
+
+    def queries(self, query, scale):
+        parts = [query(channels) for channels in self.channels()]
+        largest = _largest(parts)
+        return [self._right(part, largest) for part in parts], self._factor(largest) * scale
+
+    def times_query(self, tile, query, k_scale):
+        q, factor = query
+        dots = sum(self._dots(tile, right, plane) for plane, right in enumerate(q))
+        return dots.astype(jnp.float32) * (factor[None] * k_scale.astype(jnp.float32)[:, None])
+
+    def add_weighted(self, tile, weights, sums, fade):
+        largest = _largest([weights])
+        right, factor = self._right(weights, largest), self._factor(largest)[None]
+        return tuple(
+            out * fade[None] + self._dots(tile, right, plane).astype(jnp.float32) * factor
+            for plane, out in enumerate(sums)
+        )
+
+    def _right(self, x, largest):
+        """Operands on the right out of float32 numbers, of which ``largest`` becomes one."""
+        x = x * (1 / largest)[None]
+        if self.fmt == "fp8":
+            return (x.astype(jnp.float16),)
+        bits = jax.lax.bitcast_convert_type(x * _TOP + _ROUND, jnp.int32)
+        return ((bits + 128) >> 8).astype(jnp.int8), bits.astype(jnp.int8)
+
+    def _factor(self, largest):
+        unit = _FP8_UNIT if self.fmt == "fp8" else _INTEGERS[self.fmt][3] * _TOP
+        return largest * (1 / unit)
+
+    def _dots(self, tile, right, plane):
+        if self.fmt == "fp8":
+            return plt.dot(self._half(tile), right[0])
+        high, low = right
+        left = self._bytes(tile, plane)
+        return plt.dot(left, high) * 256 + plt.dot(left, low)
+
+    def _bytes(self, tile, plane):
+        left, mask, flip, _ = _INTEGERS[self.fmt]
+        left -= 8 // self.planes * plane
+        if self.interpret:
+            moved = ((tile << left) & jnp.uint8(mask)) ^ jnp.uint8(flip)
+            return jax.lax.bitcast_convert_type(moved, jnp.int8)
+        mask, flip = (f"0x{byte:02x}{byte:02x}{byte:02x}{byte:02x}" for byte in (mask, flip))
+        move = f"shl.b32 $0, $1, {left}; " if left else "mov.b32 $0, $1; "
+        return _assembly(f"{move}lop3.b32 $0, $0, {mask}, {flip}, 0x6a;", "=r,r", tile, jnp.int8)
+
+    def _half(self, tile):
+        """Codes of fp8 as float16, in units of ``_FP8_UNIT``."""
+        if self.interpret:
+            number = jax.lax.bitcast_convert_type(tile, jnp.float8_e4m3fn)
+            return number.astype(jnp.float16) * jnp.float16(_FP8_UNIT)
+        # Two bytes to the tops of two halves; exponent and mantissa one bit down, the sign stays.
+        half = "prmt.b32 x, $2, 0, {bytes}; and.b32 y, x, 0x7f007f00; shr.b32 y, y, 1; "
+        half += "lop3.b32 {out}, x, 0x80008000, y, 0xea; "
+        code = "{ .reg .b32 x, y; "
+        code += half.format(bytes="0x1404", out="$0") + half.format(bytes="0x3424", out="$1")
+        return _assembly(code + "}", "=r,=r,r", tile, jnp.float16)
+
+
+def _largest(parts):
+    """The largest absolute number of each column."""
+    tops = [jnp.abs(part).max(0) for part in parts]
+    for top in tops[1:]:
+        tops[0] = jnp.maximum(tops[0], top)
+    return jnp.maximum(tops[0], _TINY)
+
+
+def _assembly(code, constraints, tile, dtype):
+    """Inline PTX over four bytes at a time."""
+    result = jax.ShapeDtypeStruct(tile.shape, dtype)
+    (out,) = plt.elementwise_inline_asm(
+        code, args=[tile], constraints=constraints, pack=4, result_shape_dtypes=[result]
+    )
+    return out
