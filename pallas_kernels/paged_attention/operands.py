@@ -14,6 +14,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.formats import PER_BYTE
 
+NEG_INF = -1e30  # the logit of a free slot: finite, so that nothing becomes NaN
+LOWEST = -1e29  # where the top logit starts: far above a free slot's, which so gets weight zero
+
 _TOP = 32512.0  # the largest number whose two signed bytes are both in range
 _ROUND = 12582912.0  # 1.5 * 2**23: added to a float32, the sum's low bits are the nearest integer
 _TINY = 1e-30
@@ -47,6 +50,11 @@ class Side:
     @property
     def planes(self) -> int:
         return PER_BYTE.get(self.fmt, 1)
+
+    @property
+    def narrowest(self) -> int:
+        """The least columns of queries that a product takes."""
+        return 4 if self.fmt in _INTEGERS else 8
 
     @property
     def width(self) -> int:
@@ -102,13 +110,14 @@ class Numbers(Side):
         (channels,) = self.channels()
         return query(channels).astype(self.dtype), jnp.float32(scale)
 
-    def times_query(self, tile, query, _):
+    def times_query(self, tile, query, _, bias):
         q, factor = query
-        return self._dot(tile, q) * factor
+        logits = fma(self._dot(tile, q), factor, bias, self.interpret)
+        return jnp.where(bias > LOWEST, logits, bias)  # free slots may hold anything finite
 
     def add_weighted(self, tile, weights, sums, fade):
         (out,) = sums
-        return (out * fade[None] + self._dot(tile, weights.astype(self.dtype)),)
+        return (fma(out, fade[None], self._dot(tile, weights.astype(self.dtype)), self.interpret),)
 
     def _dot(self, a, b):
         # Float32 products of float32 operands, which the hardware would round to TF32.
@@ -122,39 +131,43 @@ class Codes(Side):
     def queries(self, query, scale):
         parts = [query(channels) for channels in self.channels()]
         largest = _largest(parts)
-        return [self._right(part, largest) for part in parts], self._factor(largest) * scale
+        return [self._right(part, 1 / largest) for part in parts], self._factor(largest) * scale
 
-    def times_query(self, tile, query, k_scale):
+    def times_query(self, tile, query, k_scale, bias):
         q, factor = query
         dots = sum(self._dots(tile, right, plane) for plane, right in enumerate(q))
-        return dots.astype(jnp.float32) * (factor[None] * k_scale.astype(jnp.float32)[:, None])
+        return fma(self._sum(dots), factor[None] * k_scale[:, None], bias, self.interpret)
 
     def add_weighted(self, tile, weights, sums, fade):
         largest = _largest([weights])
-        right, factor = self._right(weights, largest), self._factor(largest)[None]
+        right, factor = self._right(weights, 1 / largest), self._factor(largest)[None]
         return tuple(
-            out * fade[None] + self._dots(tile, right, plane).astype(jnp.float32) * factor
+            fma(out, fade[None], self._sum(self._dots(tile, right, plane)) * factor, self.interpret)
             for plane, out in enumerate(sums)
         )
 
-    def _right(self, x, largest):
-        """Operands on the right out of float32 numbers, of which ``largest`` becomes one."""
-        x = x * (1 / largest)[None]
+    def _right(self, x, inverse):
+        """What stands on the right for float32 numbers, the two bytes of each side by side."""
         if self.fmt == "fp8":
-            return (x.astype(jnp.float16),)
-        bits = jax.lax.bitcast_convert_type(x * _TOP + _ROUND, jnp.int32)
-        return ((bits + 128) >> 8).astype(jnp.int8), bits.astype(jnp.int8)
+            return (x * inverse[None]).astype(jnp.float16)
+        moved = fma(x, inverse[None] * _TOP, _ROUND, self.interpret)
+        bits = jax.lax.bitcast_convert_type(moved, jnp.int32)
+        pair = ((bits + 128) >> 8).astype(jnp.int8), bits.astype(jnp.int8)
+        return jnp.stack(pair, -1).reshape(x.shape[0], -1)
 
     def _factor(self, largest):
         unit = _FP8_UNIT if self.fmt == "fp8" else _INTEGERS[self.fmt][3] * _TOP
         return largest * (1 / unit)
 
     def _dots(self, tile, right, plane):
+        return plt.dot(self._half(tile) if self.fmt == "fp8" else self._bytes(tile, plane), right)
+
+    def _sum(self, dots):
+        """Products in float32, out of those of the two bytes."""
         if self.fmt == "fp8":
-            return plt.dot(self._half(tile), right[0])
-        high, low = right
-        left = self._bytes(tile, plane)
-        return plt.dot(left, high) * 256 + plt.dot(left, low)
+            return dots
+        high, low = jnp.unstack(dots.reshape(dots.shape[0], -1, 2), axis=-1)
+        return (high * 256 + low).astype(jnp.float32)
 
     def _bytes(self, tile, plane):
         left, mask, flip, _ = _INTEGERS[self.fmt]
@@ -163,8 +176,8 @@ class Codes(Side):
             moved = ((tile << left) & jnp.uint8(mask)) ^ jnp.uint8(flip)
             return jax.lax.bitcast_convert_type(moved, jnp.int8)
         mask, flip = (f"0x{byte:02x}{byte:02x}{byte:02x}{byte:02x}" for byte in (mask, flip))
-        move = f"shl.b32 $0, $1, {left}; " if left else "mov.b32 $0, $1; "
-        return _assembly(f"{move}lop3.b32 $0, $0, {mask}, {flip}, 0x6a;", "=r,r", tile, jnp.int8)
+        move = f"shl.b32 $0, $1, {left}; lop3.b32 $0, $0" if left else "lop3.b32 $0, $1"
+        return _assembly(f"{move}, {mask}, {flip}, 0x6a;", "=r,r", 4, jnp.int8, tile)
 
     def _half(self, tile):
         """Codes of fp8 as float16, in units of ``_FP8_UNIT``."""
@@ -176,7 +189,7 @@ class Codes(Side):
         half += "lop3.b32 {out}, x, 0x80008000, y, 0xea; "
         code = "{ .reg .b32 x, y; "
         code += half.format(bytes="0x1404", out="$0") + half.format(bytes="0x3424", out="$1")
-        return _assembly(code + "}", "=r,=r,r", tile, jnp.float16)
+        return _assembly(code + "}", "=r,=r,r", 4, jnp.float16, tile)
 
 
 def _largest(parts):
@@ -187,10 +200,18 @@ def _largest(parts):
     return jnp.maximum(tops[0], _TINY)
 
 
-def _assembly(code, constraints, tile, dtype):
-    """Inline PTX over four bytes at a time."""
-    result = jax.ShapeDtypeStruct(tile.shape, dtype)
+def fma(a, b, c, interpret):
+    """``a * b + c``; XLA has Triton round twice where it is not asked for one instruction."""
+    if interpret:
+        return a * b + c
+    args = [jnp.broadcast_to(x, a.shape).astype(jnp.float32) for x in (a, b, c)]
+    return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", 1, jnp.float32, *args)
+
+
+def _assembly(code, constraints, pack, dtype, *args):
+    """Inline PTX over ``pack`` numbers at a time."""
+    result = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = plt.elementwise_inline_asm(
-        code, args=[tile], constraints=constraints, pack=4, result_shape_dtypes=[result]
+        code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result]
     )
     return out

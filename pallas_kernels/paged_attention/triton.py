@@ -17,10 +17,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages
-from pallas_kernels.paged_attention.operands import FORMATS, Codes, Numbers
+from pallas_kernels.paged_attention.operands import FORMATS, LOWEST, NEG_INF, Codes, Numbers
 from pallas_kernels.read import coded_queries, plain_output
 
-NEG_INF = -1e30  # finite, so that a share with no live slot has weight zero and never NaN
 LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instruction for 2**x alone
 
 
@@ -148,13 +147,12 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
     width, page = table.shape[2], bias.shape[1]
     dim, group = outs["out"].shape[3:]
     slots = together * page
-    columns = jnp.arange(max(8, pl.next_power_of_2(group)))
-    real = columns < group
-
     k_side, v_side = (
         (Numbers if fmt == "float" else Codes)(fmt, dim, refs[name].dtype, interpret)
         for fmt, name in zip(formats, "kv", strict=True)
     )
+    columns = jnp.arange(max(k_side.narrowest, v_side.narrowest, pl.next_power_of_2(group)))
+    real = columns < group
 
     def query(channels):
         """A plane of the queries, [channels, columns] in float32."""
@@ -162,7 +160,7 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
         mask = real[None] & (channels[:, None] < dim)
         return plt.load(where, mask=mask, other=0).astype(jnp.float32)
 
-    k_side, v_side, query = k_side, v_side, k_side.queries(query, scale * LOG2E)
+    query = k_side.queries(query, scale * LOG2E)
     shift = None
     if "offset" in refs:
         where = refs["offset"].at[row, head * group + columns]
@@ -187,16 +185,20 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
             return _vector(refs[name], ids, page)
 
         mark = vector("bias")
-        live = mark > NEG_INF
+        live = mark > LOWEST
         if window is not None:
             live &= refs["q_pos"][row] - vector("pos") < window
-        live = live[:, None]
-        k_scale = vector("k_scale") if "k_scale" in refs else None
-        logits = k_side.times_query(k_side.rows(refs["k"], ids, page), query, k_scale)
+
+        def scales(name):
+            # Those of free slots may hold anything.
+            found = vector(name).astype(jnp.float32) if name in refs else None
+            return None if found is None else jnp.where(live, found, 0)
+
+        mark = jnp.where(live, mark * jnp.float32(LOG2E), jnp.float32(NEG_INF))[:, None]
         if shift is not None:
-            logits += shift[None]
-        logits += (mark * jnp.float32(LOG2E))[:, None]
-        logits = jnp.where(live, logits, jnp.float32(NEG_INF))  # [slots, columns]
+            mark = mark + shift[None]
+        keys = k_side.rows(refs["k"], ids, page)
+        logits = k_side.times_query(keys, query, scales("k_scale"), mark)  # [slots, columns]
         if "logits" in outs:
             where = outs["logits"].at[
                 row, head, (i * slots + jnp.arange(slots))[:, None], columns[None]
@@ -204,19 +206,19 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
             at = (i * slots + jnp.arange(slots))[:, None] < width * page
             plt.store(where, logits, mask=real[None] & at)
         new_top = jnp.maximum(top, logits.max(0))
-        weights = jnp.where(live, jnp.exp2(logits - new_top[None]), jnp.float32(0))
+        weights = jnp.exp2(logits - new_top[None])
         fade = jnp.exp2(top - new_top)
         total = total * fade + weights.sum(0)
-        if "v_scale" in refs:
-            v_scale = vector("v_scale").astype(jnp.float32)[:, None]
-            weights = jnp.where(live, weights * v_scale, jnp.float32(0))
+        v_scale = scales("v_scale")
+        if v_scale is not None:
+            weights *= v_scale[:, None]
         outs_ = v_side.add_weighted(v_side.columns(refs["v"], ids, page), weights, outs_, fade)
         return outs_, new_top, total
 
     narrow = columns.shape
     start = (
         v_side.start(*narrow),
-        jnp.full(narrow, NEG_INF, jnp.float32),
+        jnp.full(narrow, LOWEST, jnp.float32),
         jnp.zeros(narrow, jnp.float32),
     )
     sums, top, total = jax.lax.fori_loop(first, jnp.minimum(first + share, steps), step, start)
