@@ -47,16 +47,17 @@ def unsupported(
     if group > 16:
         return f"at most 16 query heads may share a KV head, got {group}"
     for pages in pools:
-        for fmt, scale, zero in (
-            (pages.k_format, pages.k_scale, pages.k_zero),
-            (pages.v_format, pages.v_scale, pages.v_zero),
+        page = pages.page_size
+        for fmt, scale, zero, one in (
+            (pages.k_format, pages.k_scale, pages.k_zero, (page, 1)),
+            (pages.v_format, pages.v_scale, pages.v_zero, (1, page)),
         ):
             if fmt not in FORMATS or zero is not None:
                 return f"no codes of {fmt}{'' if zero is None else ' with a zero point'}"
-            if scale is not None and scale.size != pages.bias.size:
-                return f"codes need one scale a slot, got {scale.shape} of {pages.bias.shape}"
-        if pages.page_size & (pages.page_size - 1) or pages.page_size < 16:
-            return f"the page size must be a power of two and at least 16, got {pages.page_size}"
+            if scale is not None and scale.shape[1:] != one:
+                return f"codes need one scale a slot, got {scale.shape} for pages of {page}"
+        if page & (page - 1) or page < 16:
+            return f"the page size must be a power of two and at least 16, got {page}"
         for array, fmt in ((pages.k, pages.k_format), (pages.v, pages.v_format)):
             if fmt == "float" and array.dtype != q.dtype:
                 return f"queries and pages must have one dtype, got {q.dtype} and {array.dtype}"
