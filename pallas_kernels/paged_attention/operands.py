@@ -33,6 +33,40 @@ _FP8_UNIT = 1 / 256  # an e4m3's bits, moved to where a float16 has them, say so
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Slots that are read at a time: of one page, or of each of several."""
+
+    pages: jax.Array
+    slots: jax.Array
+
+    def vector(self, ref):
+        """A number a slot."""
+        if self.pages.ndim == 0:
+            return ref[self.pages, self.slots]
+        return ref[self.pages[:, None], self.slots[None]].reshape(-1)
+
+    def rows(self, ref, channels, there):
+        """A tile of keys, [slots, channels]; zero where ``there`` says that there is none."""
+        if self.pages.ndim == 0:
+            return _load(ref.at[self.pages, self.slots[:, None], channels[None]], there, 0)
+        at = ref.at[self.pages[:, None, None], self.slots[None, :, None], channels[None, None]]
+        return _load(at, there, (0, 1)).reshape(-1, channels.size)
+
+    def columns(self, ref, channels, there):
+        """A tile of values, [channels, slots]; likewise."""
+        if self.pages.ndim == 0:
+            return _load(ref.at[self.pages, channels[:, None], self.slots[None]], there, 1)
+        at = ref.at[self.pages[None, :, None], channels[:, None, None], self.slots[None, None]]
+        return _load(at, there, (1, 2)).reshape(channels.size, -1)
+
+
+def _load(at, there, axes):
+    if there is None:
+        return plt.load(at)
+    return plt.load(at, mask=jnp.expand_dims(there, axes), other=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Side:
     """Keys or values of one format.
 
@@ -79,28 +113,10 @@ class Side:
     def start(self, columns: int):
         return (jnp.zeros((self.padded, columns), jnp.float32),) * self.planes
 
-    def rows(self, ref, ids, page):
-        """A tile of keys, [slots, stored channels]."""
-        stored, slots = jnp.arange(self.padded), jnp.arange(page)
-        if ids.ndim == 0:
-            at = ref.at[ids, slots[:, None], stored[None]]
-            return self._load(at, (stored < self.width)[None])
-        at = ref.at[ids[:, None, None], slots[None, :, None], stored[None, None]]
-        return self._load(at, (stored < self.width)[None, None]).reshape(-1, self.padded)
-
-    def columns(self, ref, ids, page):
-        """A tile of values, [stored channels, slots]."""
-        stored, slots = jnp.arange(self.padded), jnp.arange(page)
-        if ids.ndim == 0:
-            at = ref.at[ids, stored[:, None], slots[None]]
-            return self._load(at, (stored < self.width)[:, None])
-        at = ref.at[ids[None, :, None], stored[:, None, None], slots[None, None]]
-        return self._load(at, (stored < self.width)[:, None, None]).reshape(self.padded, -1)
-
-    def _load(self, at, mask):
-        if self.padded == self.width:
-            return plt.load(at)
-        return plt.load(at, mask=mask, other=0)
+    def stored(self):
+        """Stored channels of a tile, and which of them there are if not all."""
+        stored = jnp.arange(self.padded)
+        return stored, None if self.padded == self.width else stored < self.width
 
 
 class Numbers(Side):
@@ -110,14 +126,15 @@ class Numbers(Side):
         (channels,) = self.channels()
         return query(channels).astype(self.dtype), jnp.float32(scale)
 
-    def times_query(self, tile, query, _, bias):
+    def times_query(self, ref, place, query, _, bias):
         q, factor = query
-        logits = fma(self._dot(tile, q), factor, bias, self.interpret)
+        logits = fma(self._dot(place.rows(ref, *self.stored()), q), factor, bias, self.interpret)
         return jnp.where(bias > LOWEST, logits, bias)  # free slots may hold anything finite
 
-    def add_weighted(self, tile, weights, sums, fade):
+    def add_weighted(self, ref, place, weights, sums, fade):
         (out,) = sums
-        return (fma(out, fade[None], self._dot(tile, weights.astype(self.dtype)), self.interpret),)
+        new = self._dot(place.columns(ref, *self.stored()), weights.astype(self.dtype))
+        return (fma(out, fade[None], new, self.interpret),)
 
     def _dot(self, a, b):
         # Float32 products of float32 operands, which the hardware would round to TF32.
@@ -133,12 +150,14 @@ class Codes(Side):
         largest = _largest(parts)
         return [self._right(part, 1 / largest) for part in parts], self._factor(largest) * scale
 
-    def times_query(self, tile, query, k_scale, bias):
+    def times_query(self, ref, place, query, k_scale, bias):
         q, factor = query
+        tile = place.rows(ref, *self.stored())
         dots = sum(self._dots(tile, right, plane) for plane, right in enumerate(q))
         return fma(self._sum(dots), factor[None] * k_scale[:, None], bias, self.interpret)
 
-    def add_weighted(self, tile, weights, sums, fade):
+    def add_weighted(self, ref, place, weights, sums, fade):
+        tile = place.columns(ref, *self.stored())
         largest = _largest([weights])
         right, factor = self._right(weights, 1 / largest), self._factor(largest)[None]
         return tuple(

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages
-from pallas_kernels.paged_attention.operands import FORMATS, LOWEST, NEG_INF, Codes, Numbers
+from pallas_kernels.paged_attention.operands import FORMATS, LOWEST, NEG_INF, Codes, Numbers, Place
 from pallas_kernels.read import coded_queries, plain_output
 
 LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instruction for 2**x alone
@@ -25,17 +25,26 @@ LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instructio
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What is tuned.
+    """What was tuned, on an H200.
 
     Attributes:
-        programs: to aim at, in all.
-        slots: at least so many are read at a time.
+        programs: to aim at, in all: the most that run at a time.
+        slots: read at a time, of one page or several.
+        num_warps: of a program. With one, no step waits for another warp.
+        num_stages: steps whose pages are on their way at a time.
     """
 
-    programs: int = 1024
+    programs: int = 1536
     slots: int = 64
-    num_warps: int = 2
-    num_stages: int = 3
+    num_warps: int = 1
+    num_stages: int = 2
+
+    @classmethod
+    def of(cls, pages: KVPages) -> "Launch":
+        if "float" not in (pages.k_format, pages.v_format):
+            return cls()
+        wide = max(pages.k.shape[2], pages.v.shape[1]) > 128
+        return cls(programs=512, num_warps=4, num_stages=2 if wide else 3)
 
 
 def unsupported(
@@ -76,7 +85,7 @@ def paged_attention_triton(
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
     with_mass: bool = False,
-    launch: Launch = Launch(),
+    launch: Launch | None = None,
     interpret: bool = False,
 ) -> tuple:
     """See ``pallas_kernels.paged_attention``.
@@ -87,21 +96,29 @@ def paged_attention_triton(
     reason = unsupported(queries, pools, tables)
     if reason:
         raise NotImplementedError(f"triton paged_attention: {reason}")
-    options = dict(scale=scale, window=window, launch=launch, interpret=interpret)
-    parts = []
-    for q, pages, table in zip(queries, pools, tables, strict=True):
-        q, offset = coded_queries(pages, q)
-        parts.append(_shares(q, q_pos, pages, table, offset, with_mass=with_mass, **options))
+    shares = functools.partial(
+        _shares, scale=scale, q_pos=q_pos, window=window, with_mass=with_mass, interpret=interpret
+    )
+    parts = [
+        shares(*coded_queries(pages, q), pages, table, launch=launch or Launch.of(pages))
+        for q, pages, table in zip(queries, pools, tables, strict=True)
+    ]
     return _combine(parts, queries[0], pools, tables, sinks)
 
 
-def _shares(q, q_pos, pages: KVPages, table, offset, *, scale, window, launch, with_mass, interpret):
-    """Unnormalised output [B, Hkv, N, D, G], top logit and mass [B, Hkv, N, G] of N shares."""
+def _shares(
+    q, offset, pages: KVPages, table, *, launch, q_pos, window, with_mass, scale, interpret
+):
+    """What N programs each found in their share of the pages of a row and KV head.
+
+    Returns:
+        ``out`` [B, Hkv, N, G, D], not divided by the mass; ``top`` and ``total`` [B, Hkv, N, G],
+        the top logit and the mass in units of it; with mass also ``logits`` [B, Hkv, slots, G].
+    """
     rows, kv_heads, width = table.shape
     heads, dim = q.shape[1:]
     group = heads // kv_heads
-    together = max(1, launch.slots // pages.page_size)  # pages that are read at a time
-    steps = -(-width // together)
+    steps = -(-width * pages.page_size // launch.slots)
     count = min(steps, max(1, launch.programs // (rows * kv_heads)))
     arrays = {"table": table, "q": q, "k": pages.k, "v": pages.v, "bias": pages.bias}
     for name in ("k_scale", "v_scale"):
@@ -115,7 +132,11 @@ def _shares(q, q_pos, pages: KVPages, table, offset, *, scale, window, launch, w
     def array(*shape):
         return jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
 
-    out = {"out": array(count, dim, group), "top": array(count, group), "total": array(count, group)}
+    out = {
+        "out": array(count, group, dim),
+        "top": array(count, group),
+        "total": array(count, group),
+    }
     if with_mass:
         out["logits"] = array(width * pages.page_size, group)
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -123,7 +144,7 @@ def _shares(q, q_pos, pages: KVPages, table, offset, *, scale, window, launch, w
         _attend,
         formats=(pages.k_format, pages.v_format),
         count=count,
-        together=together,
+        slots=launch.slots,
         scale=scale,
         window=window,
         interpret=interpret,
@@ -142,12 +163,11 @@ def _shares(q, q_pos, pages: KVPages, table, offset, *, scale, window, launch, w
     )(arrays)
 
 
-def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
+def _attend(refs, outs, *, formats, count, slots, scale, window, interpret):
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    table, bias = refs["table"], refs["bias"]
-    width, page = table.shape[2], bias.shape[1]
-    dim, group = outs["out"].shape[3:]
-    slots = together * page
+    table, page = refs["table"], refs["bias"].shape[1]
+    width = table.shape[2]
+    group, dim = outs["out"].shape[3:]
     k_side, v_side = (
         (Numbers if fmt == "float" else Codes)(fmt, dim, refs[name].dtype, interpret)
         for fmt, name in zip(formats, "kv", strict=True)
@@ -170,20 +190,16 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
     everywhere = jnp.arange(pl.next_power_of_2(width))
     ids = plt.load(table.at[row, head, everywhere], mask=everywhere < width, other=SCRATCH_PAGE)
     used = jnp.where(ids != SCRATCH_PAGE, everywhere + 1, 0).max()
-    steps = pl.cdiv(used, together)
+    steps = pl.cdiv(used * page, slots)
     share = pl.cdiv(steps, count)
     first = part * share
 
     def step(i, carry):
-        outs_, top, total = carry
-        if together == 1:
-            ids = table[row, head, i]
-        else:
-            at = i * together + jnp.arange(together)
-            ids = plt.load(table.at[row, head, at], mask=at < width, other=SCRATCH_PAGE)
+        sums, top, total = carry
+        place = _place(table, row, head, i, page, slots)
 
         def vector(name):
-            return _vector(refs[name], ids, page)
+            return place.vector(refs[name])
 
         mark = vector("bias")
         live = mark > LOWEST
@@ -198,14 +214,12 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
         mark = jnp.where(live, mark * jnp.float32(LOG2E), jnp.float32(NEG_INF))[:, None]
         if shift is not None:
             mark = mark + shift[None]
-        keys = k_side.rows(refs["k"], ids, page)
-        logits = k_side.times_query(keys, query, scales("k_scale"), mark)  # [slots, columns]
+        # [slots, columns]
+        logits = k_side.times_query(refs["k"], place, query, scales("k_scale"), mark)
         if "logits" in outs:
-            where = outs["logits"].at[
-                row, head, (i * slots + jnp.arange(slots))[:, None], columns[None]
-            ]
-            at = (i * slots + jnp.arange(slots))[:, None] < width * page
-            plt.store(where, logits, mask=real[None] & at)
+            at = (i * slots + jnp.arange(slots))[:, None]
+            where = outs["logits"].at[row, head, at, columns[None]]
+            plt.store(where, logits, mask=real[None] & (at < width * page))
         new_top = jnp.maximum(top, logits.max(0))
         weights = jnp.exp2(logits - new_top[None])
         fade = jnp.exp2(top - new_top)
@@ -213,8 +227,7 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
         v_scale = scales("v_scale")
         if v_scale is not None:
             weights *= v_scale[:, None]
-        outs_ = v_side.add_weighted(v_side.columns(refs["v"], ids, page), weights, outs_, fade)
-        return outs_, new_top, total
+        return v_side.add_weighted(refs["v"], place, weights, sums, fade), new_top, total
 
     narrow = columns.shape
     start = (
@@ -224,23 +237,26 @@ def _attend(refs, outs, *, formats, count, together, scale, window, interpret):
     )
     sums, top, total = jax.lax.fori_loop(first, jnp.minimum(first + share, steps), step, start)
     for channels, mine in zip(v_side.channels(), sums, strict=True):
-        where = outs["out"].at[row, head, part, channels[:, None], columns[None]]
+        where = outs["out"].at[row, head, part, columns[None], channels[:, None]]
         plt.store(where, mine, mask=(channels < dim)[:, None] & real[None])
     for name, value in (("top", top), ("total", total)):
         plt.store(outs[name].at[row, head, part, columns], value, mask=real)
 
 
-def _vector(ref, ids, page):
-    """A number a slot: [pages * page]."""
-    slots = jnp.arange(page)
-    if ids.ndim == 0:
-        return ref[ids, slots]
-    return ref[ids[:, None], slots[None]].reshape(-1)
+def _place(table, row, head, step, page, slots) -> Place:
+    """Where the slots of a step are: part of a page, a page, or several."""
+    if page >= slots:
+        parts = page // slots
+        return Place(table[row, head, step // parts], step % parts * slots + jnp.arange(slots))
+    pages = step * (slots // page) + jnp.arange(slots // page)
+    there = pages < table.shape[2]
+    ids = plt.load(table.at[row, head, pages], mask=there, other=SCRATCH_PAGE)
+    return Place(ids, jnp.arange(page))
 
 
 def _combine(parts, q, pools, tables, sinks):
     """Merge the shares of all pools."""
-    rows, kv_heads = tables[0].shape[:2]
+    kv_heads = tables[0].shape[1]
     tops = [part["top"].max(2) for part in parts]
     best = functools.reduce(jnp.maximum, tops)  # [B, Hkv, G]
     if sinks is not None:
@@ -251,7 +267,7 @@ def _combine(parts, q, pools, tables, sinks):
     for part, pages in zip(parts, pools, strict=True):
         weight = jnp.exp2(part["top"] - best[:, :, None])
         total += (part["total"] * weight).sum(2)
-        mine = (part["out"] * weight[:, :, :, None]).sum(2).swapaxes(2, 3)
+        mine = (part["out"] * weight[..., None]).sum(2)
         out += plain_output(pages, mine)
     some = total > 0
     total = jnp.where(some, total, 1.0)

@@ -265,7 +265,9 @@ def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         kv_head = head // group
         logits, values, where = [], [], []
         for index, (k, v, bias, pos, table, pages) in enumerate(pools):
-            key = np.ones(q.shape[2]) if pages.balance is None else np.asarray(pages.balance)[kv_head]
+            key = (
+                np.ones(q.shape[2]) if pages.balance is None else np.asarray(pages.balance)[kv_head]
+            )
             mean = 0.0 if pages.mean is None else np.asarray(pages.mean, np.float64)[kv_head]
             for place, page in enumerate(table[row, kv_head]):
                 for slot in np.flatnonzero(bias[page] > -np.inf):

@@ -92,7 +92,9 @@ def test_triton_everywhere(fmt, head_dim, group, page, lengths):
 
 
 @pytest.mark.parametrize("fmt", ["float", "int4"])
-@pytest.mark.parametrize("launch", [Launch(programs=6), Launch(programs=18, slots=32), Launch(10**6, 16)])
+@pytest.mark.parametrize(
+    "launch", [Launch(programs=6), Launch(programs=18, slots=32), Launch(10**6, 16)]
+)
 def test_triton_merges_its_shares(launch, fmt):
     """From one share that takes all pages to a share a page, dead shares among them."""
     problem = cases.build(Case(lengths="empty between full", window=launch.slots == 32, fmt=fmt))
