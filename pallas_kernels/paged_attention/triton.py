@@ -25,26 +25,24 @@ LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instructio
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What was tuned, on an H200.
+    """How a pool is read.
 
     Attributes:
-        programs: to aim at, in all: the most that run at a time.
+        programs: to aim at, in all.
         slots: read at a time, of one page or several.
         num_warps: of a program. With one, no step waits for another warp.
-        num_stages: steps whose pages are on their way at a time.
+        num_stages: how far loads run ahead, in steps.
     """
 
-    programs: int = 1536
+    programs: int = 1024
     slots: int = 64
     num_warps: int = 1
-    num_stages: int = 2
+    num_stages: int = 3
 
-    @classmethod
-    def of(cls, pages: KVPages) -> "Launch":
-        if "float" not in (pages.k_format, pages.v_format):
-            return cls()
-        wide = max(pages.k.shape[2], pages.v.shape[1]) > 128
-        return cls(programs=512, num_warps=4, num_stages=2 if wide else 3)
+
+# The fastest on an H200; docs/kernels.md has the others.
+CODES = Launch(programs=1024, num_warps=1, num_stages=3)
+NUMBERS = Launch(programs=1024, num_warps=4, num_stages=3)
 
 
 def unsupported(
@@ -100,10 +98,14 @@ def paged_attention_triton(
         _shares, scale=scale, q_pos=q_pos, window=window, with_mass=with_mass, interpret=interpret
     )
     parts = [
-        shares(*coded_queries(pages, q), pages, table, launch=launch or Launch.of(pages))
+        shares(*coded_queries(pages, q), pages, table, launch=launch or _launch(pages))
         for q, pages, table in zip(queries, pools, tables, strict=True)
     ]
     return _combine(parts, queries[0], pools, tables, sinks)
+
+
+def _launch(pages: KVPages) -> Launch:
+    return NUMBERS if "float" in (pages.k_format, pages.v_format) else CODES
 
 
 def _shares(

@@ -289,6 +289,19 @@ def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     return out, lse, [mass.reshape(*mass.shape[:2], -1) for mass in masses]
 
 
+def finite(problem: Problem) -> Problem:
+    """The same with scales of free slots that are numbers, which XLA's gather asks for."""
+
+    def number(scale):
+        return None if scale is None else jnp.where(jnp.isnan(scale), 1e3, scale)
+
+    pools = [
+        dataclasses.replace(p, k_scale=number(p.k_scale), v_scale=number(p.v_scale))
+        for p in problem.pools
+    ]
+    return dataclasses.replace(problem, pools=tuple(pools))
+
+
 def tolerances(problem: Problem) -> tuple[float, float]:
     """Of the output and of the log-sum-exp.
 

@@ -42,19 +42,6 @@ def run(backend, problem: cases.Problem):
     return call(problem.q, problem.pools, problem.tables, **arrays)
 
 
-def finite(problem: cases.Problem) -> cases.Problem:
-    """The same with scales of free slots that are numbers, which XLA's gather asks for."""
-
-    def number(scale):
-        return None if scale is None else jnp.where(jnp.isnan(scale), 1e3, scale)
-
-    pools = [
-        dataclasses.replace(p, k_scale=number(p.k_scale), v_scale=number(p.v_scale))
-        for p in problem.pools
-    ]
-    return dataclasses.replace(problem, pools=tuple(pools))
-
-
 def test_the_cases_bring_every_two_choices_together():
     assert len(COVERING) <= 80
     pairs = set().union(*(case.pairs() for case in COVERING))
@@ -70,7 +57,7 @@ def test_reference(case):
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_xla(case):
-    problem = finite(cases.build(case))
+    problem = cases.finite(cases.build(case))
     cases.check(run(xla, problem), problem)
 
 
