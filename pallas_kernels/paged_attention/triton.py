@@ -25,24 +25,20 @@ LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instructio
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a pool is read.
+    """How a pool is read; docs/kernels.md has what was tried.
 
     Attributes:
         programs: to aim at, in all.
         slots: read at a time, of one page or several.
         num_warps: of a program. With one, no step waits for another warp.
-        num_stages: how far loads run ahead, in steps.
+        num_stages: how far loads run ahead. A page's number is loaded before the page, so that it
+            takes six for the next tile to be on its way while one is read.
     """
 
     programs: int = 1024
     slots: int = 64
     num_warps: int = 1
     num_stages: int = 3
-
-
-# The fastest on an H200; docs/kernels.md has the others.
-CODES = Launch(programs=1024, num_warps=1, num_stages=3)
-NUMBERS = Launch(programs=1024, num_warps=4, num_stages=3)
 
 
 def unsupported(
@@ -105,7 +101,11 @@ def paged_attention_triton(
 
 
 def _launch(pages: KVPages) -> Launch:
-    return NUMBERS if "float" in (pages.k_format, pages.v_format) else CODES
+    """The fastest on an H200."""
+    if pages.k_format == pages.v_format == "float":
+        return Launch(num_warps=4)
+    slot = (pages.k.nbytes + pages.v.nbytes) // pages.bias.size
+    return Launch(num_stages=6 if slot <= 96 else 3)
 
 
 def _shares(
