@@ -128,13 +128,13 @@ class Numbers(Side):
 
     def times_query(self, ref, place, query, _, bias):
         q, factor = query
-        logits = fma(self._dot(place.rows(ref, *self.stored()), q), factor, bias, self.interpret)
+        logits = _fma(self._dot(place.rows(ref, *self.stored()), q), factor, bias, self.interpret)
         return jnp.where(bias > LOWEST, logits, bias)  # free slots may hold anything finite
 
     def add_weighted(self, ref, place, weights, sums, fade):
         (out,) = sums
         new = self._dot(place.columns(ref, *self.stored()), weights.astype(self.dtype))
-        return (fma(out, fade[None], new, self.interpret),)
+        return (_fma(out, fade[None], new, self.interpret),)
 
     def _dot(self, a, b):
         # Float32 products of float32 operands, which the hardware would round to TF32.
@@ -154,14 +154,16 @@ class Codes(Side):
         q, factor = query
         tile = place.rows(ref, *self.stored())
         dots = sum(self._dots(tile, right, plane) for plane, right in enumerate(q))
-        return fma(self._sum(dots), factor[None] * k_scale[:, None], bias, self.interpret)
+        return _fma(self._sum(dots), factor[None] * k_scale[:, None], bias, self.interpret)
 
     def add_weighted(self, ref, place, weights, sums, fade):
         tile = place.columns(ref, *self.stored())
         largest = _largest([weights])
         right, factor = self._right(weights, 1 / largest), self._factor(largest)[None]
         return tuple(
-            fma(out, fade[None], self._sum(self._dots(tile, right, plane)) * factor, self.interpret)
+            _fma(
+                out, fade[None], self._sum(self._dots(tile, right, plane)) * factor, self.interpret
+            )
             for plane, out in enumerate(sums)
         )
 
@@ -169,7 +171,7 @@ class Codes(Side):
         """What stands on the right for float32 numbers, the two bytes of each side by side."""
         if self.fmt == "fp8":
             return (x * inverse[None]).astype(jnp.float16)
-        moved = fma(x, inverse[None] * _TOP, _ROUND, self.interpret)
+        moved = _fma(x, inverse[None] * _TOP, _ROUND, self.interpret)
         bits = jax.lax.bitcast_convert_type(moved, jnp.int32)
         pair = ((bits + 128) >> 8).astype(jnp.int8), bits.astype(jnp.int8)
         return jnp.stack(pair, -1).reshape(x.shape[0], -1)
@@ -219,7 +221,7 @@ def _largest(parts):
     return jnp.maximum(tops[0], _TINY)
 
 
-def fma(a, b, c, interpret):
+def _fma(a, b, c, interpret):
     """``a * b + c``; XLA has Triton round twice where it is not asked for one instruction."""
     if interpret:
         return a * b + c

@@ -108,6 +108,8 @@ def _launch(pages: KVPages) -> Launch:
     return Launch(num_stages=6 if slot <= 96 else 3)
 
 
+# Compiled by itself, so that equal layers trace it once.
+@functools.partial(jax.jit, static_argnames=("launch", "window", "with_mass", "scale", "interpret"))
 def _shares(
     q, offset, pages: KVPages, table, *, launch, q_pos, window, with_mass, scale, interpret
 ):
