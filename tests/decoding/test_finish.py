@@ -109,7 +109,7 @@ def test_repetition():
     assert (result.finish_reason, len(result.tokens)) == ("length", 600)
 
 
-def test_a_kernel_by_name():
+def test_a_kernel_by_name(unchecked):
     assert tuple(result.tokens for result in decode(prompts(), kernel="xla")) == tuple(usual())
     with pytest.raises(kvjax.UsageError, match="kernel must be None, triton or xla, got 'mosaic'"):
         decode(prompts(), kernel="mosaic")
