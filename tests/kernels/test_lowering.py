@@ -63,7 +63,8 @@ def attention(
             q, pools, tables, q_pos=q_pos if full else None, sinks=sinks if full else None
         ),
         shape(3, 2 * group, dim, dtype=dtype),
-        (pool(dim, page, dtype), pool(dim, page, dtype, formats))[-pools:],
+        # Of different shapes: equal ones would share a function of the module.
+        (pool(dim, 32, dtype), pool(dim, page, dtype, formats))[-pools:],
         (table,) * pools,
         shape(3, dtype=jnp.int32),
         shape(2 * group, dtype=jnp.float32),
