@@ -177,6 +177,9 @@ class DecodeConfig:
     trace: str | None = option(
         None, "PNG file for a picture of the run: live tokens by thought, and bytes, over steps"
     )
+    kernel: Literal["triton", "xla"] | None = option(
+        None, "what computes attention (default: the GPU's kernel where it can run)"
+    )
     page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")

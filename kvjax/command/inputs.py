@@ -69,6 +69,7 @@ def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:
         "thinking": {"on": True, "off": False, "auto": None}[config.thinking],
         "repetition_stop": config.repetition_stop,
         "stop_texts": config.stop,
+        "kernel": config.kernel,
     }
 
 

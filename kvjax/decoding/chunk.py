@@ -15,6 +15,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
 from kvjax.thoughts import Thoughts
 from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.api import Implementation
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +95,9 @@ def start_decoding(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("steps", "stop_ids", "width", "recipe"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("steps", "stop_ids", "width", "recipe", "kernel"),
+    donate_argnames=("state",),
 )
 def decode_chunk(
     model: Decoder,
@@ -106,6 +109,7 @@ def decode_chunk(
     stop_ids: tuple[int, ...],
     width: int | None = None,
     recipe: Recipe | None = None,
+    kernel: Implementation | None = None,
 ) -> tuple[DecodeState, ChunkOutput]:
     """Decode ``steps`` tokens in every row that is not finished.
 
@@ -122,6 +126,7 @@ def decode_chunk(
         width: slots of a KV head and class attended at most, if the caller knows that no row will
             have pages beyond; None attends to all that a row can own.
         recipe: how the cache is kept; ``kvjax.recipes.full()`` if None.
+        kernel: what computes attention, as ``pallas_kernels.paged_attention`` has it.
 
     Returns:
         The new state, and what the host reads of it.
@@ -133,7 +138,9 @@ def decode_chunk(
 
     def step(state, _):
         active = state.left > 0
-        logits, cache = decode_token(model, state.cache, state.token, active, width, recipe)
+        logits, cache = decode_token(
+            model, state.cache, state.token, active, width, recipe, kernel=kernel
+        )
         token = jnp.where(active, sample(logits, cache.length, sampling), state.token)
         left = jnp.where(active, _tokens_left(token, state.left, stop_ids), 0)
         finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
@@ -143,7 +150,7 @@ def decode_chunk(
     return state, ChunkOutput.of(state, tokens, real)
 
 
-def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
+def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, kernel=None):
     """Read one token a row; returns float32 logits [B, V] and the cache with the token in it.
 
     Args:
@@ -171,6 +178,7 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None):
             window=config.windows[index],
             sinks=sinks,
             with_mass=recipe.needs_mass,
+            implementation=kernel,
         )
         for given in mass:
             layer = note_mass(layer, tables, given, active)

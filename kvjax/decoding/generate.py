@@ -1,6 +1,7 @@
 """The loop on the host: dispatches chunks, and reads each while the next one runs."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from kvjax.decoding.requests import (
     with_special_stops,
 )
 from kvjax.decoding.sampling import Sampling
-from kvjax.errors import NumericalError
+from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
@@ -72,6 +73,7 @@ def stream(
     repetition_stop: bool = True,
     stop_ids: Sequence[int] | None = None,
     stop_texts: Sequence[str] = (),
+    kernel: Literal["triton", "xla"] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Decode prompts, telling what happens as it happens.
@@ -96,6 +98,7 @@ def stream(
         stop_ids: tokens that end a row; those of the model if None.
         stop_texts: texts that end a row where they begin, in its thinking block as well; the name
             of a special token ends it at that token.
+        kernel: what computes attention while decoding; None takes the GPU's kernel where it can.
         should_stop: asked after every chunk; True ends every row as ``interrupted``.
 
     Yields:
@@ -125,6 +128,7 @@ def stream(
         repetition_stop=repetition_stop,
         stop_ids=tuple(default(stop_ids, "stop_ids", ())),
         stop_texts=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
+        kernel=kernel,
     )
     check_model(asked.recipe, lm)
     options = with_special_stops(lm, asked)
@@ -260,16 +264,20 @@ def _decode(
                 )
             longest += steps
             done += steps
-            state, dispatched = decode_chunk(
-                lm.model,
-                state,
-                sampling,
-                batch.halted(),
-                steps=steps,
-                stop_ids=options.stop_ids,
-                width=_width(max(longest, first)),
-                recipe=recipe,
-            )
+            try:
+                state, dispatched = decode_chunk(
+                    lm.model,
+                    state,
+                    sampling,
+                    batch.halted(),
+                    steps=steps,
+                    stop_ids=options.stop_ids,
+                    width=_width(max(longest, first)),
+                    recipe=recipe,
+                    kernel=options.kernel,
+                )
+            except NotImplementedError as error:
+                raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
         if pending is not None:
             yield from batch.take(pending)
         pending = dispatched

@@ -5,6 +5,8 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
@@ -36,6 +38,7 @@ class Options:
     repetition_stop: bool
     stop_ids: tuple[int, ...]
     stop_texts: tuple[str, ...] = ()
+    kernel: str | None = None
 
     def __post_init__(self):
         limits = {
@@ -64,6 +67,10 @@ class Options:
             raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise UsageError(f"stop_texts must be texts, none empty, got {self.stop_texts!r}")
+        if self.kernel not in (None, "triton", "xla"):
+            raise UsageError(f"kernel must be None, triton or xla, got {self.kernel!r}")
+        if self.kernel == "triton" and jax.default_backend() != "gpu":
+            raise UsageError("kernel triton needs an NVIDIA GPU, and JAX sees none: leave it out")
 
 
 def with_special_stops(lm: LanguageModel, options: Options) -> Options:

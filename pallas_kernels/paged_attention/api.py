@@ -60,19 +60,17 @@ def paged_attention(
 
     def backend(function):
         def call(queries, pools, tables, arrays):
-            found = function(queries, pools, tables, scale=scale, window=window, **arrays)
-            return found if with_mass else found[:2]
+            options = {"scale": scale, "window": window, "with_mass": with_mass, **arrays}
+            return function(queries, pools, tables, **options)
 
         return call
 
     triton, xla = backend(paged_attention_triton), backend(paged_attention_xla)
     if implementation == "triton":
-        if with_mass:
-            raise NotImplementedError("triton paged_attention: with_mass")
         return triton(*arguments)
     if implementation not in (None, "xla"):
         raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
-    if implementation == "xla" or with_mass or unsupported(*arguments[:3]):
+    if implementation == "xla" or unsupported(*arguments[:3]):
         return xla(*arguments)
     return jax.lax.platform_dependent(*arguments, cuda=triton, default=xla)
 

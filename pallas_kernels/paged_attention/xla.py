@@ -1,5 +1,7 @@
 """``paged_attention`` in plain XLA: gathers the pages that the tables name, on any device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -20,7 +22,8 @@ def paged_attention_xla(
     q_pos: Int[Array, " B"] | None,
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
-) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"], tuple[Float[Array, "B Hkv _"], ...]]:
+    with_mass: bool = False,
+) -> tuple[Any, ...]:
     """See ``pallas_kernels.paged_attention``. Free slots of a named page must be finite."""
     rows, heads = tables[0].shape[:2]
     grouped = (rows, heads, -1, queries[0].shape[2])
@@ -47,8 +50,8 @@ def paged_attention_xla(
         part = part.astype(v.dtype).reshape(*part.shape[:3], table.shape[2], -1)
         # Page by page and then summed: one product over all slots would first move every value.
         out += plain_output(pages, einsum_float32("bhgpt,bhpdt->bhpgd", part, v).sum(2))
-    mass = tuple(part.sum(2) for part in weights)
-    return out.reshape(queries[0].shape), lse.reshape(queries[0].shape[:2]), mass
+    found = out.reshape(queries[0].shape), lse.reshape(queries[0].shape[:2])
+    return (*found, tuple(part.sum(2) for part in weights)) if with_mass else found
 
 
 def _softmax(logits: list[Array], live: list[Array], sinks: Float[Array, " Hq"] | None):

@@ -68,15 +68,19 @@ def loop_problems(program: Program, sizes: Sizes, layers: int) -> dict[str, list
             for name in ("write_slots", "paged_attention")
             if kernels.count(name) != layers
         ],
-        "gathered": [
-            str(instruction)
-            for instruction, operands in program.module.looped()
-            if instruction.opcode in ("gather", "dynamic-slice")
-            and operands[0].sizes[0] in sizes.pools
-        ],
+        "gathered": gathered(program, sizes.pools),
         "not captured": alone if len(alone) > _LEFT_OUT else [],
     }
     return {kind: found for kind, found in problems.items() if found}
+
+
+def gathered(program: Program, sizes: frozenset[int]) -> list[str]:
+    """What the loop gathers from arrays of so many elements."""
+    return [
+        str(instruction)
+        for instruction, operands in program.module.looped()
+        if instruction.opcode in ("gather", "dynamic-slice") and operands[0].sizes[0] in sizes
+    ]
 
 
 def _copies(instruction: Instruction, elements: int) -> bool:

@@ -1,8 +1,4 @@
-"""What compressing recipes become on a GPU: pools stay where they are.
-
-The attention of coded classes gathers and decodes their pages until there is a kernel for it, so
-that its temporaries are left out here.
-"""
+"""What compressing recipes become on a GPU: pools stay where they are, and are read as codes."""
 
 import dataclasses
 
@@ -23,6 +19,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
 from kvjax.thoughts import Sparsity
 from kvjax.thoughts.pages import Segments
+from tests.aot.checks import gathered
 from tests.aot.test_programs import SHAPE, array
 
 pytestmark = pytest.mark.aot
@@ -76,6 +73,14 @@ def test_decode_chunk(h200, name):
     assert copied(program, [layer.pools for layer in state.cache.layers]) == []
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
     assert program.aliased >= held
+    kernels = [launch for launch in program.launches if launch.name.startswith("paged_attention")]
+    pools = [pool for layer in state.cache.layers for pool in layer.pools]
+    codes = frozenset(leaf.size for pool in pools for leaf in (pool.k, pool.v))
+    if name == "kivi":  # the slots of its pages share scales, and there is no kernel for that
+        assert gathered(program, codes) and not kernels
+    else:
+        assert gathered(program, codes) == []
+        assert len(kernels) == len(pools) and all(launch.captured for launch in kernels)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,23 @@ def test_repetition():
     assert (result.finish_reason, len(result.tokens)) == ("length", 600)
 
 
+def test_a_kernel_by_name(unchecked):
+    assert tuple(result.tokens for result in decode(prompts(), kernel="xla")) == tuple(usual())
+    with pytest.raises(kvjax.UsageError, match="kernel must be None, triton or xla, got 'mosaic'"):
+        decode(prompts(), kernel="mosaic")
+    with pytest.raises(kvjax.UsageError, match="kernel triton needs an NVIDIA GPU"):
+        decode(prompts(), kernel="triton")
+
+
+def test_a_kernel_that_cannot_read_a_codec(monkeypatch):
+    requests = importlib.import_module("kvjax.decoding.requests")
+    monkeypatch.setattr(requests.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        kvjax.UsageError, match=r"kernel triton cannot do this: .* no codes of uint2"
+    ):
+        decode(prompts(), kernel="triton", recipe=kvjax.recipes.kivi("kivi2-g8"))
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4])
 def test_interrupted(after):
     polls = []

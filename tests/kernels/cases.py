@@ -1,7 +1,7 @@
 """A covering set of attention problems, and what attention is in plain NumPy.
 
 Whatever must not be read is made to show: pages that no table names hold NaN and look alive, and
-free slots of the other pages hold large numbers and any position.
+free slots of the other pages hold large numbers or any code, NaN for a scale, and any position.
 """
 
 import dataclasses
@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVPages
+from pallas_kernels.rotation import rotation
 
 GARBAGE = 1e6
+PLANES = {"fp8": 1, "int8": 1, "int4": 2, "int2": 4}
+LEVELS = {"int8": 127.0, "int4": 7.0, "int2": 1.5}
 KV_HEADS = 2
 LENGTHS = {
     "around a page": lambda page: [page - 1, page, page + 1],
@@ -32,12 +35,18 @@ AXES = {
     "window": (False, True),
     "pools": (1, 2),
     "dtype": ("float32", "bfloat16"),
+    "fmt": ("float", "fp8", "int8", "int4", "int2", "int8 int2", "float int4"),
+    "basis": (False, True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One choice on every axis. The window is one page, so that lengths lie around it too."""
+    """One choice on every axis.
+
+    The window is one page, so that lengths lie around it too. With ``basis``, keys and values of
+    the first pool are rotated, and its keys are balanced and without their mean.
+    """
 
     head_dim: int = 16
     group: int = 4
@@ -48,11 +57,18 @@ class Case:
     window: bool = True
     pools: int = 1
     dtype: str = "float32"
+    fmt: str = "float"
+    basis: bool = False
 
     def __str__(self) -> str:
-        switches = [name for name in ("sinks", "window") if getattr(self, name)]
+        switches = [name for name in ("sinks", "window", "basis") if getattr(self, name)]
         numbers = f"D{self.head_dim}-G{self.group}-page{self.page}-pools{self.pools}"
-        return "-".join([numbers, self.dtype, self.lengths, f"bias {self.bias}", *switches])
+        kind = [self.dtype, self.fmt, self.lengths, f"bias {self.bias}"]
+        return "-".join([numbers, *kind, *switches])
+
+    def formats(self, index: int) -> tuple[str, str]:
+        """Of keys and values; a second pool holds numbers, as the recent tokens' pool does."""
+        return ("float", "float") if index else (self.fmt.split()[0], self.fmt.split()[-1])
 
     def pairs(self) -> set[tuple]:
         """Every two choices that this case brings together."""
@@ -134,16 +150,15 @@ def _pool(rng, case: Case, counts, owner, index: int, dtype) -> tuple[KVPages, A
     rows, dim = len(counts), case.head_dim
     width = -(-counts.max() // min(case.page, 32)) + 2
     total = 1 + counts.size * width + 3
-    k = np.full((total, page, dim), np.nan)
-    v = np.full((total, dim, page), np.nan)
+    k, v = (_Side(rng, fmt, total, page, dim, dtype) for fmt in case.formats(index))
     bias = np.zeros((total, page))  # what nobody names looks alive
     pos = np.zeros((total, page), np.int32)
     table = np.zeros((rows, KV_HEADS, width), np.int32)
     unused = list(rng.permutation(np.arange(1, total)))
 
     def clear(number):
-        k[number] = rng.standard_normal(k[number].shape) * GARBAGE
-        v[number] = rng.standard_normal(v[number].shape) * GARBAGE
+        k.clear(number)
+        v.clear(number)
         bias[number] = -np.inf
         pos[number] = rng.integers(-(2**31), 2**31, page)
 
@@ -158,38 +173,110 @@ def _pool(rng, case: Case, counts, owner, index: int, dtype) -> tuple[KVPages, A
         slots = rng.permutation(used * page)[: len(tokens)]
         for token, slot in zip(rng.permutation(tokens), slots, strict=True):
             at = table[row, head, slot // page], slot % page
-            k[at] = rng.standard_normal(dim)
-            v[at[0], :, at[1]] = rng.standard_normal(dim) + 0.5
+            k.store(at, 0.0)
+            v.store(at, 0.5)
             bias[at] = 0 if case.bias == "zero" else rng.choice([0, -np.inf, -1.5, 2.25])
             pos[at] = token
+    basis = {}
+    if case.basis and index == 0:
+        basis = {
+            "mean": jnp.asarray(rng.standard_normal((KV_HEADS, dim)), jnp.float32),
+            "balance": jnp.asarray(rng.uniform(0.5, 2, (KV_HEADS, dim)), jnp.float32),
+            "rotated": True,
+        }
     pages = KVPages(
-        jnp.asarray(k, dtype),
-        jnp.asarray(v, dtype),
+        jnp.asarray(k.numbers, k.dtype),
+        jnp.asarray(v.numbers.swapaxes(1, 2), v.dtype),
         jnp.asarray(bias, jnp.float32),
         jnp.asarray(pos),
+        k_scale=None if k.scale is None else jnp.asarray(k.scale[:, :, None], jnp.float16),
+        v_scale=None if v.scale is None else jnp.asarray(v.scale[:, None], jnp.float16),
+        k_format=k.fmt,
+        v_format=v.fmt,
+        **basis,
     )
     return pages, jnp.asarray(table)
 
 
-def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp in float64, one query head at a time over a list of live slots."""
+class _Side:
+    """Keys or values to be: one row a slot, and a scale for each if they are codes."""
+
+    def __init__(self, rng, fmt: str, total: int, page: int, dim: int, dtype):
+        self.rng, self.fmt = rng, fmt
+        coded = fmt != "float"
+        self.dtype = jnp.uint8 if coded else dtype
+        width = dim // PLANES.get(fmt, 1)
+        self.numbers = np.full((total, page, width), 0xA5 if coded else np.nan)
+        self.scale = np.full((total, page), np.nan) if coded else None
+
+    def clear(self, number):
+        shape = self.numbers[number].shape
+        if self.scale is None:
+            self.numbers[number] = self.rng.standard_normal(shape) * GARBAGE
+        else:
+            self.numbers[number] = self._codes(shape)
+
+    def store(self, at, middle: float):
+        shape = self.numbers[at].shape
+        if self.scale is None:
+            self.numbers[at] = self.rng.standard_normal(shape) + middle
+        else:
+            self.numbers[at] = self._codes(shape)
+            self.scale[at] = self.rng.uniform(0.5, 2) / LEVELS.get(self.fmt, 240.0)
+
+    def _codes(self, shape):
+        codes = self.rng.integers(0, 256, shape)
+        return codes & 0xF7 if self.fmt == "fp8" else codes  # without the two NaN
+
+
+def plain(pages: KVPages, side: str) -> np.ndarray:
+    """Keys, or values, of every slot as the model made them, in float64: [pages, page, D]."""
+    numbers, scale, fmt = (np.asarray(getattr(pages, side + part)) if part != "_format" else
+                           getattr(pages, side + part)
+                           for part in ("", "_scale", "_format"))  # fmt: skip
+    numbers = numbers if side == "k" else numbers.swapaxes(1, 2)
+    if fmt == "float":
+        found = numbers.astype(np.float64)
+    elif fmt == "fp8":
+        found = numbers.view(jnp.float8_e4m3fn).astype(np.float64)
+    else:
+        bits = 8 // PLANES[fmt]
+        planes = [numbers >> bits * i & 2**bits - 1 for i in range(PLANES[fmt])]
+        found = np.concatenate(planes, -1) - (LEVELS[fmt] + (fmt != "int2"))
+    if fmt != "float":
+        found = found * scale.astype(np.float64).reshape(*found.shape[:2], 1)
+    return found @ rotation(found.shape[-1]).T.astype(np.float64) if pages.rotated else found
+
+
+def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Output, log-sum-exp and every slot's attention in float64, one query head at a time."""
     q = np.asarray(problem.q, np.float64)
-    pools = [
-        (*(np.asarray(x, np.float64) for x in (p.k, p.v, p.bias, p.pos)), np.asarray(table))
-        for p, table in zip(problem.pools, problem.tables, strict=True)
-    ]
+    group = q.shape[1] // problem.tables[0].shape[1]
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    masses = [
+        np.zeros((*table.shape, pages.page_size))
+        for pages, table in zip(problem.pools, problem.tables, strict=True)
+    ]
+    pools = []
+    for pages, table in zip(problem.pools, problem.tables, strict=True):
+        bias, pos = (np.asarray(x, np.float64) for x in (pages.bias, pages.pos))
+        pools.append((plain(pages, "k"), plain(pages, "v"), bias, pos, np.asarray(table), pages))
     for row, head in np.ndindex(q.shape[:2]):
-        kv_head = head // (q.shape[1] // problem.tables[0].shape[1])
-        logits, values = [], []
-        for k, v, bias, pos, table in pools:
-            for page in table[row, kv_head]:
+        kv_head = head // group
+        logits, values, where = [], [], []
+        for index, (k, v, bias, pos, table, pages) in enumerate(pools):
+            key = (
+                np.ones(q.shape[2]) if pages.balance is None else np.asarray(pages.balance)[kv_head]
+            )
+            mean = 0.0 if pages.mean is None else np.asarray(pages.mean, np.float64)[kv_head]
+            for place, page in enumerate(table[row, kv_head]):
                 for slot in np.flatnonzero(bias[page] > -np.inf):
                     age = int(problem.q_pos[row]) - pos[page, slot]
                     if problem.window is None or age < problem.window:
-                        dot = (q[row, head] * k[page, slot]).sum()
+                        dot = (q[row, head] * (k[page, slot] * key + mean)).sum()
                         logits.append(dot * problem.scale + bias[page, slot])
-                        values.append(v[page, :, slot])
+                        values.append(v[page, slot])
+                        where.append((index, place, slot))
         if problem.sinks is not None:
             logits.append(float(problem.sinks[head]))
             values.append(np.zeros(q.shape[2]))
@@ -197,19 +284,54 @@ def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
             lse[row, head] = np.logaddexp.reduce(logits)
             weights = np.exp(np.array(logits) - lse[row, head])
             out[row, head] = weights @ np.array(values)
+            for (index, place, slot), weight in zip(where, weights, strict=False):
+                masses[index][row, kv_head, place, slot] += weight
+    return out, lse, [mass.reshape(*mass.shape[:2], -1) for mass in masses]
+
+
+def finite(problem: Problem) -> Problem:
+    """The same with scales of free slots that are numbers, which XLA's gather asks for."""
+
+    def number(scale):
+        return None if scale is None else jnp.where(jnp.isnan(scale), 1e3, scale)
+
+    pools = [
+        dataclasses.replace(p, k_scale=number(p.k_scale), v_scale=number(p.v_scale))
+        for p in problem.pools
+    ]
+    return dataclasses.replace(problem, pools=tuple(pools))
+
+
+def tolerances(problem: Problem) -> tuple[float, float]:
+    """Of the output and of the log-sum-exp.
+
+    Sums are in float32 in any case. Beside integers stand 16-bit numbers, and beside fp8 float16.
+    bfloat16 rounds the weights once, and the queries if they are rotated.
+    """
+    formats = {fmt for pages in problem.pools for fmt in (pages.k_format, pages.v_format)}
+    out, lse = 2e-5, 5e-5
+    if formats - {"float"}:
+        out, lse = 5e-4, 3e-4
+    if "fp8" in formats:
+        out, lse = 3e-3, 3e-3
+    if problem.q.dtype == jnp.bfloat16:
+        out = 1.5e-2
+        if not all(pages.plain for pages in problem.pools):
+            out, lse = 3e-2, 3e-2
     return out, lse
 
 
 def check(actual: tuple, problem: Problem) -> None:
-    """Compare an output and a log-sum-exp with the oracle's."""
-    out, lse = (np.asarray(x) for x in actual)
+    """Compare an output, a log-sum-exp and, if there are any, masses with the oracle's."""
+    out, lse = (np.asarray(x) for x in actual[:2])
     assert out.dtype == lse.dtype == np.float32
-    expected_out, expected_lse = oracle(problem)
-    # Sums are in float32 in any case; bfloat16 rounds the weights once.
-    tolerance = 2e-5 if problem.q.dtype == jnp.float32 else 1e-2
+    expected_out, expected_lse, expected_mass = oracle(problem)
+    tolerance, lse_tolerance = tolerances(problem)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=tolerance)
+    for mass, expected in zip(*(actual[2], expected_mass) if actual[2:] else ((), ()), strict=True):
+        np.testing.assert_allclose(mass, expected, rtol=0, atol=10 * tolerance)
     dead = np.isneginf(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), dead)
-    np.testing.assert_allclose(lse[~dead], expected_lse[~dead], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(lse[~dead], expected_lse[~dead], rtol=0, atol=lse_tolerance)
     nothing = (expected_out == 0).all(-1)
     assert (out[nothing] == 0).all()

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import KVPages, paged_attention, write_slots
+from pallas_kernels.formats import PER_BYTE
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
 GPUS = ["NVIDIA A100", "NVIDIA H200"]
@@ -24,18 +25,36 @@ def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.Array:
     return jnp.zeros(sizes, dtype)
 
 
-def pool(dim: int, page: int, dtype) -> KVPages:
+def pool(dim: int, page: int, dtype, formats=("float", "float")) -> KVPages:
+    def side(fmt, *axes):
+        if fmt == "float":
+            return shape(*axes, dtype=dtype)
+        return shape(*(n // PER_BYTE[fmt] if n == dim else n for n in axes), dtype=jnp.uint8)
+
+    coded = formats != ("float", "float")
     return KVPages(
-        shape(9, page, dim, dtype=dtype),
-        shape(9, dim, page, dtype=dtype),
+        side(formats[0], 9, page, dim),
+        side(formats[1], 9, dim, page),
         shape(9, page, dtype=jnp.float32),
         shape(9, page, dtype=jnp.int32),
+        k_scale=None if formats[0] == "float" else shape(9, page, 1, dtype=jnp.float16),
+        v_scale=None if formats[1] == "float" else shape(9, 1, page, dtype=jnp.float16),
+        mean=shape(2, dim, dtype=jnp.float32) if coded else None,
+        k_format=formats[0],
+        v_format=formats[1],
+        rotated=coded,
     )
 
 
-def attention(gpu, dtype, dim, group, page, pools, full, implementation=None) -> str:
+def attention(
+    gpu, dtype, dim, group, page, pools, full, implementation=None, formats=("float", "float")
+) -> str:
     attend = functools.partial(
-        paged_attention, scale=0.1, window=8 if full else None, implementation=implementation
+        paged_attention,
+        scale=0.1,
+        window=8 if full else None,
+        implementation=implementation,
+        with_mass=full,
     )
     table = shape(3, 2, 4, dtype=jnp.int32)
     return lower(
@@ -44,7 +63,8 @@ def attention(gpu, dtype, dim, group, page, pools, full, implementation=None) ->
             q, pools, tables, q_pos=q_pos if full else None, sinks=sinks if full else None
         ),
         shape(3, 2 * group, dim, dtype=dtype),
-        (pool(dim, page, dtype),) * pools,
+        # Of different shapes: equal ones would share a function of the module.
+        (pool(dim, 32, dtype), pool(dim, page, dtype, formats))[-pools:],
         (table,) * pools,
         shape(3, dtype=jnp.int32),
         shape(2 * group, dtype=jnp.float32),
@@ -69,11 +89,34 @@ def test_paged_attention(gpu, implementation, dtype, dim, group, page, pools, fu
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("formats", "dim", "group", "page", "full"),
+    [
+        (("int8", "int8"), 128, 4, 64, False),
+        (("int4", "int4"), 128, 4, 64, True),
+        (("int2", "int2"), 64, 1, 16, False),
+        (("int4", "int2"), 96, 3, 32, True),
+        (("fp8", "fp8"), 256, 8, 128, True),
+        (("float", "int4"), 128, 16, 64, False),
+    ],
+    ids=str,
+)
+def test_paged_attention_over_codes(gpu, formats, dim, group, page, full):
+    """A launch for the recent tokens, one for the codes, and no gather of either."""
+    text = attention(gpu, jnp.bfloat16, dim, group, page, 2, full, formats=formats)
+    assert text.count(KERNEL) == 2
+    assert "stablehlo.gather" not in text
+    assert "stablehlo.gather" in attention(
+        gpu, jnp.bfloat16, dim, group, page, 2, full, "xla", formats
+    )
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_paged_attention_that_the_kernel_cannot_do(gpu):
-    assert KERNEL not in attention(gpu, jnp.bfloat16, 96, 4, 64, 1, False)
+    assert KERNEL not in attention(gpu, jnp.bfloat16, 64, 17, 64, 1, False)
     assert KERNEL not in attention(gpu, jnp.bfloat16, 64, 4, 64, 1, False, "xla")
-    with pytest.raises(NotImplementedError, match="96"):
-        attention(gpu, jnp.bfloat16, 96, 4, 64, 1, False, "triton")
+    with pytest.raises(NotImplementedError, match="got 17"):
+        attention(gpu, jnp.bfloat16, 64, 17, 64, 1, False, "triton")
 
 
 @pytest.mark.parametrize("gpu", GPUS)

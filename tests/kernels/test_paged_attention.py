@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,12 @@ import pytest
 
 from pallas_kernels import KVPages, paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.paged_attention.triton import paged_attention_triton
+from pallas_kernels.paged_attention.triton import Launch, paged_attention_triton
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
-ANY_HEAD = cases.covering()
-POWERS = cases.covering(head_dim=(16, 64, 128))
+COVERING = cases.covering()
 
 
 def one_query(backend, **fixed):
@@ -25,13 +23,14 @@ def one_query(backend, **fixed):
 
     @functools.wraps(backend)
     def call(q, pools, tables, **options):
-        return backend((q,) * len(pools), pools, tables, **fixed, **options)[:2]
+        return backend((q,) * len(pools), pools, tables, **fixed, **options)
 
     return call
 
 
-interpret = one_query(paged_attention_triton, interpret=True)
-reference, xla = one_query(paged_attention_reference), one_query(paged_attention_xla)
+interpret = one_query(paged_attention_triton, interpret=True, with_mass=True)
+reference = one_query(paged_attention_reference)
+xla = one_query(paged_attention_xla, with_mass=True)
 
 
 def run(backend, problem: cases.Problem):
@@ -44,39 +43,50 @@ def run(backend, problem: cases.Problem):
 
 
 def test_the_cases_bring_every_two_choices_together():
-    for covered, axes in ((ANY_HEAD, {}), (POWERS, {"head_dim": (16, 64, 128)})):
-        axes = list((cases.AXES | axes).values())
-        assert len(covered) <= 40
-        pairs = set().union(*(case.pairs() for case in covered))
-        sizes = [len(choices) for choices in axes]
-        assert len(pairs) == (sum(sizes) ** 2 - sum(n * n for n in sizes)) // 2
+    assert len(COVERING) <= 80
+    pairs = set().union(*(case.pairs() for case in COVERING))
+    sizes = [len(choices) for choices in cases.AXES.values()]
+    assert len(pairs) == (sum(sizes) ** 2 - sum(n * n for n in sizes)) // 2
 
 
-@pytest.mark.parametrize("case", ANY_HEAD, ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
 def test_reference(case):
     problem = cases.build(case)
     cases.check(run(reference, problem), problem)
 
 
-@pytest.mark.parametrize("case", ANY_HEAD, ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
 def test_xla(case):
-    problem = cases.build(case)
+    problem = cases.finite(cases.build(case))
     cases.check(run(xla, problem), problem)
 
 
-@pytest.mark.parametrize("case", POWERS, ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
 def test_triton(case):
     problem = cases.build(case)
     cases.check(run(interpret, problem), problem)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 10**6])
-def test_triton_merges_its_shares(programs, monkeypatch):
-    """From one share that takes all pages to a share a page, dead shares among them."""
-    module = importlib.import_module("pallas_kernels.paged_attention.triton")
-    monkeypatch.setattr(module, "PROGRAMS", programs * 3 * cases.KV_HEADS)
-    problem = cases.build(Case(lengths="empty between full", window=programs == 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", cases.LENGTHS)
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("fmt", cases.AXES["fmt"])
+def test_triton_everywhere(fmt, head_dim, group, page, lengths):
+    problem = cases.build(Case(head_dim, group, page, lengths, fmt=fmt, dtype="bfloat16"))
     cases.check(run(interpret, problem), problem)
+
+
+@pytest.mark.parametrize("fmt", ["float", "int4"])
+@pytest.mark.parametrize(
+    "launch", [Launch(programs=6), Launch(programs=18, slots=32), Launch(10**6, 16)]
+)
+def test_triton_merges_its_shares(launch, fmt):
+    """From one share that takes all pages to a share a page, dead shares among them."""
+    problem = cases.build(Case(lengths="empty between full", window=launch.slots == 32, fmt=fmt))
+    attend = one_query(paged_attention_triton, interpret=True, with_mass=True, launch=launch)
+    cases.check(run(attend, problem), problem)
 
 
 @pytest.mark.parametrize("backend", [reference, xla, interpret])
@@ -112,8 +122,8 @@ def test_a_constant_bias_only_moves_the_log_sum_exp(backend):
     problem = cases.build(Case(bias="zero", sinks=False))
     (pages,) = problem.pools
     moved = dataclasses.replace(pages, bias=pages.bias - 3.0)
-    out, lse = run(backend, problem)
-    moved_out, moved_lse = run(backend, dataclasses.replace(problem, pools=(moved,)))
+    out, lse, _ = run(backend, problem)
+    moved_out, moved_lse, _ = run(backend, dataclasses.replace(problem, pools=(moved,)))
     np.testing.assert_allclose(moved_out, out, rtol=0, atol=1e-6)
     np.testing.assert_allclose(moved_lse, lse - 3.0, rtol=0, atol=1e-5)
 
@@ -161,7 +171,7 @@ def test_the_edge_of_the_window(backend, window):
         window=window,
         sinks=None,
     )
-    out, lse = run(backend, problem)
+    out, lse, _ = run(backend, problem)
     seen = min(window, 8)
     expected = np.where((np.arange(16) >= 8 - seen) & (np.arange(16) < 8), 1 / seen, 0)
     np.testing.assert_allclose(out[0, 0], expected, rtol=1e-6)
@@ -230,8 +240,6 @@ def test_arguments_that_do_not_fit_together(unchecked, changes, message):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Case(head_dim=96), "head_dim .* 96"),
-        (Case(head_dim=8), "head_dim .* 8"),
         (Case(group=17), "16 query heads .* 17"),
         (Case(page=8), "page size .* 8"),
         (Case(page=48), "page size .* 48"),
@@ -243,6 +251,37 @@ def test_triton_says_what_it_cannot_do(case, message):
         call(case, implementation="triton")
     # Left to itself, the op takes a backend that can.
     cases.check(call(case), problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_format": "e2m1"}, "no codes of e2m1"),
+        ({"v_format": "uint4"}, "no codes of uint4"),
+        ({"v_zero": jnp.zeros((4, 1, 16), jnp.float16)}, "no codes of int4 with a zero point"),
+        ({"k_scale": jnp.zeros((4, 1, 16), jnp.float16)}, r"one scale a slot, got \(4, 1, 16\)"),
+        ({"k_scale": jnp.zeros((4, 16, 2), jnp.float16)}, r"one scale a slot, got \(4, 16, 2\)"),
+    ],
+)
+def test_triton_refuses_other_codes(change, message):
+    """They take XLA's path; the codecs' own tests say that it reads them."""
+    scale = jnp.zeros((4, 16, 1), jnp.float16)
+    pages = KVPages(
+        k=jnp.zeros((4, 16, 8), jnp.uint8),
+        v=jnp.zeros((4, 8, 16), jnp.uint8),
+        bias=PAGES.bias,
+        pos=PAGES.pos,
+        k_scale=scale,
+        v_scale=scale.swapaxes(1, 2),
+        k_format="int4",
+        v_format="int4",
+    )
+    pages = dataclasses.replace(pages, **change)
+    arguments = jnp.zeros((3, 2, 16)), (pages,), (TABLE,)
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(*arguments, scale=1.0, implementation="triton")
+    jaxpr = jax.make_jaxpr(functools.partial(paged_attention, scale=1.0))(*arguments)
+    assert "pallas_call" not in str(jaxpr)
 
 
 def test_triton_refuses_a_second_dtype():
