@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from kvjax.cache import init_cache, plan
-from kvjax.decoding import chunk
 from kvjax.decoding.chunk import DecodeState, decode_chunk, start_decoding
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.models import decoder
@@ -141,10 +140,8 @@ def test_a_state_that_is_not_donated_is_found(h200, small):
     assert {"copied", "not aliased"} <= memory_problems(program, small.sizes).keys()
 
 
-def test_attention_that_gathers_is_found(h200, small, monkeypatch):
-    gathering = functools.partial(paged_attention, implementation="xla")
-    monkeypatch.setattr(chunk, "paged_attention", gathering)
-    program = compile_mutant(h200, small)
+def test_attention_that_gathers_is_found(h200, small):
+    program = h200.compile(decode_chunk, *small.chunk_arguments(), **DECODE, kernel="xla")
     problems = loop_problems(program, small.sizes, LAYERS)
     assert {"kernels", "gathered"} <= problems.keys()
     assert problems["kernels"] == [f"0 of {LAYERS} paged_attention in a command buffer"]

@@ -28,7 +28,7 @@ LENGTHS = {
 AXES = {
     "head_dim": (16, 64, 96, 128),
     "group": (1, 3, 4, 8, 16),
-    "page": (16, 64),
+    "page": (16, 64, 128),
     "lengths": tuple(LENGTHS),
     "bias": ("zero", "any"),
     "sinks": (False, True),

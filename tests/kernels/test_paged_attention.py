@@ -68,10 +68,10 @@ def test_triton(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", cases.LENGTHS)
-@pytest.mark.parametrize("page", [16, 32, 64, 128])
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("lengths", ["around a page", "empty between full", "few"])
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 @pytest.mark.parametrize("fmt", cases.AXES["fmt"])
 def test_triton_everywhere(fmt, head_dim, group, page, lengths):
     problem = cases.build(Case(head_dim, group, page, lengths, fmt=fmt, dtype="bfloat16"))
