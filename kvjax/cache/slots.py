@@ -205,19 +205,14 @@ def _free_slots(
     pool: KVPages, table: Int[Array, "B Hkv P"], keep: Bool[Array, "B Hkv T"], group: int
 ) -> tuple[Int[Array, "B Hkv T"], Int[Array, "B Hkv T"]]:
     """Page and slot for every token to be kept; the scratch page where there is none left."""
-    rows, heads, tokens = keep.shape
+    rows, heads, _ = keep.shape
     free = _is_free(pool, table, group).reshape(rows, heads, -1)
-    rank = jnp.cumsum(free, -1, dtype=jnp.int32) - 1
-    # The r-th free slot of every KV head; beyond the last one, a page that is not there.
+    upto = jnp.cumsum(free, -1, dtype=jnp.int32)
+    mine = jnp.cumsum(keep, -1, dtype=jnp.int32)
+    # The first slot by which as many are free; beyond the last one, a page that is not there.
     none = free.shape[-1]
-    where = jnp.where(free, rank, tokens)
-    index = jnp.broadcast_to(jnp.arange(none, dtype=jnp.int32)[None, None], free.shape)
-    start = jnp.full((rows, heads, tokens), none, jnp.int32)
-    row, head = (jnp.arange(n, dtype=jnp.int32) for n in (rows, heads))
-    places = start.at[row[:, None, None], head[None, :, None], where].set(index, mode="drop")
-    mine = jnp.cumsum(keep, -1, dtype=jnp.int32) - 1
-    place = jnp.take_along_axis(places, jnp.maximum(mine, 0), -1)
-    place = jnp.where(keep, place, none)
+    find = jax.vmap(jax.vmap(jnp.searchsorted))
+    place = jnp.where(keep, find(upto, mine).astype(jnp.int32), none)
     pages = jnp.take_along_axis(table, place // pool.page_size, 2, mode="clip")
     return jnp.where(place < none, pages, SCRATCH_PAGE), place % pool.page_size
 

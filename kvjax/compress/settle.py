@@ -86,6 +86,7 @@ def settle(
     *,
     select: bool = True,
     thoughts: Thoughts | None = None,
+    classes: tuple[int, ...] | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Move one layer's tokens out of the recent window, and evict what is not worth its slot.
 
@@ -98,6 +99,7 @@ def settle(
         incoming: tokens of a prompt, if one is being read.
         select: False only moves tokens.
         thoughts: of an answer, where they are told apart.
+        classes: the only ones that tokens can go to now, if that is known.
 
     Returns:
         The layer, and how many tokens of each row found no slot.
@@ -112,15 +114,20 @@ def settle(
             layer = evict(layer, c, mask)
     out = keep & (pos < rows.leaving[:, None])[:, None]
     into = _classes(policy, pos, rows.prompt, recipe, thoughts)
-    layer, crowded = _place(layer, recipe, into, pos, k, v, mass, out)
+    leave = k.shape[2]
+    if incoming is None:  # at least the recent window stays
+        leave -= recipe.window
+    tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, out)]
+    places = classes or tuple(range(1, len(layer.pools)))
+    layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
     return _renew(layer, rows, incoming), crowded
 
 
-def _place(layer, recipe, into, pos, k, v, mass, out):
+def _place(layer, recipe, places, into, pos, k, v, mass, out):
     """Store tokens in their classes; where one is full, the recipe says what gives way."""
     crowded = jnp.zeros(len(pos), jnp.int32)
     left = jnp.zeros(out.shape, bool)
-    for c in range(1, len(layer.pools)):
+    for c in places:
         mine = out & (into == c)[:, None]
         if recipe.when_full == "next":
             mine |= left

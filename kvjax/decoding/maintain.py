@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.compress.policy import policies
+from kvjax.compress.policy import Policy, policies
 from kvjax.compress.settle import Rows, leaving, settle
 from kvjax.decoding.chunk import DecodeState
 from kvjax.models.config import ModelConfig
@@ -73,12 +73,20 @@ def maintain(
             select=select and ours,
             closing=closing and ours,
             demoting=demoting and ours,
+            classes=_open_classes(recipe, policy, done),
         )
         layers.append(layer)
     cache = dataclasses.replace(
         cache, layers=tuple(layers), stored=rows.leaving, crowded=crowded, thoughts=thoughts
     )
     return dataclasses.replace(state, cache=cache)
+
+
+def _open_classes(recipe: Recipe, policy: Policy, done: int) -> tuple[int, ...] | None:
+    """The classes that the answer's tokens go to, once the last of the prompt's has left."""
+    if recipe.segmenter is None or done < recipe.window + recipe.tick:
+        return None
+    return tuple(sorted(set(policy.of_kind)))
 
 
 def _due(recipe: Recipe, done: int) -> tuple[bool, bool]:
@@ -173,7 +181,16 @@ def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("recipe", "policy", "scale", "window", "select", "closing", "demoting"),
+    static_argnames=(
+        "recipe",
+        "policy",
+        "scale",
+        "window",
+        "select",
+        "closing",
+        "demoting",
+        "classes",
+    ),
     donate_argnames=("layer", "crowded"),
 )
 def _settle(
@@ -191,9 +208,19 @@ def _settle(
     select,
     closing,
     demoting,
+    classes,
 ):
     layer, lost = settle(
-        layer, index, recipe, policy, scale, window, rows, select=select, thoughts=thoughts
+        layer,
+        index,
+        recipe,
+        policy,
+        scale,
+        window,
+        rows,
+        select=select,
+        thoughts=thoughts,
+        classes=classes,
     )
     if closing:
         layer = settle_levels(
