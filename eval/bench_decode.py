@@ -2,13 +2,15 @@
 
     python -m kvjax.eval.bench_decode --batch 1 8 32 128 --out eval/results/decode_h200.json
 
-Times ``decode_chunk``, the program that decoding calls, over a chunk of steps inside one jit, and
-sets it against the memory roofline: the bytes that a step must read over the bandwidth that the
-same run measured.
+Times ``decode_chunk``, the program that decoding calls, and the maintenance between chunks, over
+whole periods of it, and sets them against the memory roofline: the bytes that a step must read
+(weights, and the keys, values, scales and biases of live slots) over the bandwidth that the same
+run measured. Rows stand at ``--context`` tokens, of which a method that evicts holds ``--budget``.
 """
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
@@ -18,13 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import init_cache, plan, reserve
+from kvjax import recipes
+from kvjax.cache import KVCache, held, init_cache, plan
+from kvjax.cache.pages import take_pages
+from kvjax.cache.slots import replace_class
 from kvjax.decoding.chunk import DecodeState, decode_chunk
+from kvjax.decoding.maintain import maintain
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.recipes import full
+from kvjax.recipes import Recipe
+from kvjax.thoughts import Sparsity
+from pallas_kernels import SCRATCH_PAGE
 
+METHODS = ("full", "uniform", "rkv", "thinkv")
 LLAMA_8B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -49,84 +58,174 @@ def read_bandwidth() -> float:
     return array.nbytes / min(_seconds(lambda: total(array)) for _ in range(5))
 
 
-def filled(config: ModelConfig, rows: int, context: int, steps: int) -> DecodeState:
-    """Every row at ``context`` tokens with random keys and values."""
+def method_of(name: str, budget: int) -> Recipe:
+    """A recipe as users get it, at a budget of so many tokens if it evicts."""
+    if name == "full":
+        return recipes.full()
+    if name == "uniform":
+        return recipes.uniform("int4")
+    if name == "rkv":
+        return recipes.rkv(budget=budget)
+    return recipes.thinkv(budget, segmenter=Sparsity((3, 11, 19, 27), (0.3, 0.6)))
+
+
+def held_tokens(recipe: Recipe, context: int, prompt: int) -> list[int]:
+    """Tokens of a KV head in each coded class, in the steady state."""
+    if recipe.retention is not None:  # a third of the thoughts are transitions, say
+        return [prompt, recipe.budget * 2 // 3 + 64, recipe.budget // 3]
+    kept = context if recipe.budget is None else recipe.budget
+    return [kept - recipe.window]
+
+
+def filled(config: ModelConfig, recipe: Recipe, rows: int, context: int, steps: int) -> DecodeState:
+    """Every row at ``context`` tokens, those that are left of them with random keys and values."""
+    prompt = 64
     planned = plan(
         config,
-        full(),
+        recipe,
         batch_size=rows,
-        prompt_tokens=context,
-        max_new_tokens=steps,
+        prompt_tokens=prompt,
+        max_new_tokens=context - prompt + steps,
         dtype=jnp.bfloat16,
         parameter_bytes=0,
     )
-    length = jnp.full(rows, context, jnp.int32)
-    cache = jax.jit(reserve)(init_cache(planned.geometry), length)
+    # The first class has a slot for each position modulo its capacity.
+    recent = context if recipe.keeps_all else recipe.window
+    others = [] if recipe.keeps_all else held_tokens(recipe, context, prompt)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnames="layer")
     def fill(layer, key):
-        (pool,), (table,) = layer.pools, layer.tables
-        k, v = (
-            jax.random.normal(part, shape, pool.k.dtype)
-            for part, shape in zip(jax.random.split(key), (pool.k.shape, pool.v.shape), strict=True)
-        )
-        slots = jnp.arange(table.shape[2] * pool.page_size, dtype=jnp.int32)
-        pos = slots.reshape(1, 1, table.shape[2], pool.page_size)
-        kept = (pos < context) & (table > 0)[..., None]
-        bias = pool.bias.at[table].set(jnp.where(kept, 0.0, -jnp.inf))
-        pos = pool.pos.at[table].set(jnp.where(kept, pos, -1))
-        return dataclasses.replace(
-            layer, pools=(dataclasses.replace(pool, k=k, v=v, bias=bias, pos=pos),)
-        )
+        for index, count in enumerate((recent, *others)):
+            pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
+            pages = table.shape[2] if index == 0 else -(-count // pool.page_size)
+            wanted = jnp.full(table.shape[:2], pages, jnp.int32)
+            table, free = take_pages(free, table, wanted)
+            key, *keys = jax.random.split(key, 3)
+            k, v = (_random(x, like) for x, like in zip(keys, (pool.k, pool.v), strict=True))
+            slot = jnp.arange(table.shape[2] * pool.page_size, dtype=jnp.int32)
+            slot = slot.reshape(1, 1, table.shape[2], pool.page_size)
+            pos = slot
+            if index == 0:  # the last ``count`` positions
+                size = slot.size
+                pos = context - 1 - (context - 1 - slot) % size
+                live = pos >= context - count
+            else:
+                live = slot < count
+            live &= (table != SCRATCH_PAGE)[..., None]
+            pool = dataclasses.replace(
+                pool,
+                k=k,
+                v=v,
+                bias=pool.bias.at[table].set(jnp.where(live, 0.0, -jnp.inf)),
+                pos=pool.pos.at[table].set(jnp.where(live, pos, -1)),
+                k_scale=None if pool.k_scale is None else jnp.full_like(pool.k_scale, 0.1),
+                v_scale=None if pool.v_scale is None else jnp.full_like(pool.v_scale, 0.1),
+                level=None if pool.level is None else jnp.full_like(pool.level, 5),
+            )
+            layer = replace_class(layer, index, pools=pool, tables=table, free=free)
+        return layer
 
+    cache = init_cache(planned.geometry)
     keys = jax.random.split(jax.random.key(1), config.num_layers)
     layers = tuple(fill(layer, key) for layer, key in zip(cache.layers, keys, strict=True))
-    return DecodeState(
-        dataclasses.replace(cache, layers=layers, length=length),
-        jnp.zeros(rows, jnp.int32),
-        jnp.full(rows, 2 * steps, jnp.int32),
-        jnp.ones(rows, bool),
+    length = jnp.full(rows, context, jnp.int32)
+    cache = dataclasses.replace(
+        cache,
+        layers=layers,
+        length=length,
+        prompt=jnp.full(rows, prompt, jnp.int32),
+        stored=length - recent,
     )
+    tokens, left = jnp.zeros(rows, jnp.int32), jnp.full(rows, steps, jnp.int32)
+    return DecodeState(cache, tokens, left, jnp.ones(rows, bool))
+
+
+def _random(key, like):
+    if jnp.issubdtype(like.dtype, jnp.floating):
+        return jax.random.normal(key, like.shape, like.dtype)
+    return jax.random.bits(key, like.shape, like.dtype)
 
 
 def measure(
-    config: ModelConfig, model: Decoder, rows: int, context: int, repeats: int, bandwidth: float
+    config: ModelConfig,
+    model: Decoder,
+    recipe: Recipe,
+    rows: int,
+    context: int,
+    repeats: int,
+    bandwidth: float,
 ) -> dict:
-    """Raw milliseconds a step for each of ``repeats`` chunks, and the roofline beside them."""
-    steps, warm = 16, 3  # a command buffer is recorded in its second run
-    state = filled(config, rows, context, steps * (repeats + warm))
-    halt = np.zeros(rows, bool)
+    """Raw milliseconds a step for each of ``repeats`` chunks, and the roofline beside them.
+
+    A chunk is as many steps as a period of the recipe's maintenance has; what lies between its
+    ticks counts.
+    """
+    tick, warm = 16, 3  # a command buffer is recorded in its second run
+    ticks = _period(recipe) // tick
+    steps = tick * ticks * (repeats + warm)
+    begin = context // (tick * ticks) * tick * ticks  # so that maintenance falls where it would
+    state = filled(config, recipe, rows, context, steps)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+    halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
     raw = []
     start = time.perf_counter()
     for i in range(repeats + warm):
 
-        def chunk():
+        def period(i=i):
             nonlocal state
-            state, output = decode_chunk(model, state, None, halt, steps=steps, stop_ids=())
+            for j in range(ticks):
+                if not recipe.keeps_all:
+                    done = begin + (i * ticks + j) * tick
+                    state = maintain(state, compress, config=config, recipe=recipe, done=done)
+                state, output = decode_chunk(
+                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe
+                )
             return output
 
-        seconds = _seconds(chunk)
+        seconds = _seconds(period)
         if i == 0:
             first_s = time.perf_counter() - start
         if i >= warm:
-            raw.append(1000 * seconds / steps)
-    tokens = context + steps * (warm + repeats / 2)
+            raw.append(1000 * seconds / (tick * ticks))
     embedding = config.vocab_size * config.hidden_size * 2  # one row of it is read, not all
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - embedding
-    cached = rows * tokens * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    floor_ms = 1000 * (weights + cached) / bandwidth
+    read = _bytes_read(state.cache)
+    floor_ms = 1000 * (weights + read) / bandwidth
     step_ms = statistics.median(raw)
     return {
+        "method": recipe.name,
+        "budget": recipe.budget,
         "batch": rows,
         "context": context,
         "step_ms": step_ms,
         "tokens_per_s": 1000 * rows / step_ms,
-        "bytes_a_step": round(weights + cached),
+        "bytes_a_step": round(weights + read),
+        "cache_bytes": held,
         "floor_ms": floor_ms,
         "fraction_of_roofline": floor_ms / step_ms,
-        "first_chunk_s": first_s,
+        "first_period_s": first_s,
         "raw_ms": raw,
     }
+
+
+def _period(recipe: Recipe) -> int:
+    """Steps after which the maintenance of a recipe is where it was."""
+    if recipe.retention is not None:
+        return recipe.segmenter.every
+    return recipe.every if recipe.selector is not None else 16
+
+
+def _bytes_read(cache: KVCache) -> float:
+    """What one step reads: the live slots' keys, values, scales and biases."""
+    slots, _ = held(cache)
+    total = 0.0
+    for index, layer in enumerate(cache.layers):
+        for c, pool in enumerate(layer.pools):
+            parts = (pool.k, pool.v, pool.bias, pool.k_scale, pool.v_scale)
+            each = sum(part.nbytes for part in parts if part is not None)
+            each /= pool.bias.size
+            total += each * float(slots[:, index, c].sum())
+    return total
 
 
 def _seconds(call) -> float:
@@ -139,6 +238,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["full"])
+    parser.add_argument("--budget", type=int, default=1024, help="of what evicts")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
@@ -155,18 +256,26 @@ def main() -> None:
         "results": [],
     }
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    print("batch  ms/step  tokens/s  floor ms  of roofline  first chunk s")
-    for rows in args.batch:
-        result = measure(config, model, rows, args.context, args.repeats, bandwidth)
-        record["results"].append(result)
-        print(
-            f"{rows:5d} {result['step_ms']:8.3f} {result['tokens_per_s']:9.0f} "
-            f"{result['floor_ms']:9.3f} {result['fraction_of_roofline']:12.2f} "
-            f"{result['first_chunk_s']:14.1f}",
-            flush=True,
-        )
-        if args.out:
-            write_json(args.out, record)
+    print("method   batch  ms/step  tokens/s  floor ms  of roofline  cache GiB  first period s")
+    for name in args.methods:
+        recipe = method_of(name, args.budget)
+        for rows in args.batch:
+            try:
+                result = measure(config, model, recipe, rows, args.context, args.repeats, bandwidth)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                print(f"{name:8} {rows:5d} does not fit", flush=True)
+                break
+            record["results"].append(result)
+            print(
+                f"{name:8} {rows:5d} {result['step_ms']:8.3f} {result['tokens_per_s']:9.0f} "
+                f"{result['floor_ms']:9.3f} {result['fraction_of_roofline']:12.2f} "
+                f"{result['cache_bytes'] / 2**30:10.2f} {result['first_period_s']:15.1f}",
+                flush=True,
+            )
+            if args.out:
+                write_json(args.out, record)
 
 
 if __name__ == "__main__":
