@@ -96,6 +96,8 @@ def variants(name: str, codecs: list[str]) -> Iterator[tuple[Recipe, int]]:
         yield method(), 1
     elif name in KEEPING:
         yield from ((method(codec), 1) for codec in KEEPING[name])
+    elif name == "thinkv":  # which has codecs of its own; the model has no calibration
+        yield from ((method(), share) for share in SHARES)
     else:
         own = {"protect_prompt": True} if name == PROTECTED else {}
         yield from ((method(codec=codec, **own), share) for codec in codecs for share in SHARES)
