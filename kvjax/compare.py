@@ -332,7 +332,8 @@ class _Phases:
     def __init__(self, lm: LanguageModel, ids: np.ndarray, prompt: int, recipe: Recipe):
         self._ids, self._prompt, self._recipe = ids, prompt, recipe
         self._rows: list[Row] = []
-        if recipe.selector is None or set(PHASES[1:]) <= set(recipe.compress):
+        evicts = recipe.selector is not None or recipe.retention is not None
+        if not evicts or set(PHASES[1:]) <= set(recipe.compress):
             return
         options = Options(
             recipe=recipe,

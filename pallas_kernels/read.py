@@ -1,7 +1,5 @@
 """What pages say: the one place where codes become numbers again, whoever reads them."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -54,13 +52,7 @@ def plain_keys(
     pages: KVPages, table: Int[Array, "B Hkv P"], dtype: DTypeLike
 ) -> Float[Array, "B Hkv P page D"]:
     """Keys as the model made them, but for what coding took."""
-    k = coded_keys(pages, table, jnp.float32)
-    k = unrotate(k) if pages.rotated else k
-    if pages.balance is not None:
-        k = k * pages.balance[None, :, None, None]
-    if pages.mean is not None:
-        k = k + pages.mean[None, :, None, None]
-    return k.astype(dtype)
+    return _plain(pages, coded_keys(pages, table, jnp.float32)).astype(dtype)
 
 
 def plain_values(
@@ -87,12 +79,20 @@ def plain_slot_keys(
         shared = pages.page_size // array.shape[1]  # slots that share an entry
         return array[at, slots // shared].reshape(rows * heads, count, -1)
 
-    k = taken(pages.k)
-    one_page = dataclasses.replace(
-        pages, k=k, k_scale=taken(pages.k_scale), k_zero=taken(pages.k_zero)
-    )
+    parts = (taken(pages.k), taken(pages.k_scale), taken(pages.k_zero))
     table = jnp.arange(rows * heads, dtype=jnp.int32).reshape(rows, heads, 1)
-    return plain_keys(one_page, table, dtype)[:, :, 0]
+    k = _numbers(parts, pages.k_format, -1, table, jnp.float32)
+    return _plain(pages, k)[:, :, 0].astype(dtype)
+
+
+def _plain(pages: KVPages, k: Float[Array, "B Hkv P page D"]) -> Float[Array, "B Hkv P page D"]:
+    """Keys out of the class's own basis."""
+    k = unrotate(k) if pages.rotated else k
+    if pages.balance is not None:
+        k = k * pages.balance[None, :, None, None]
+    if pages.mean is not None:
+        k = k + pages.mean[None, :, None, None]
+    return k
 
 
 def _numbers(parts, fmt: str, axis: int, table, dtype) -> Array:

@@ -83,7 +83,7 @@ class Plan:
             ("tokens a row", f"{self.tokens}"),
             ("dtype", jnp.dtype(shape.dtype).name),
         ]
-        if self.recipe.selector is not None:
+        if self.recipe.budget is not None:
             lines.insert(1, ("budget", _budget(self.recipe)))
         # Layers that are alike share their lines.
         for layer in dict.fromkeys(shape.layers):
@@ -126,6 +126,14 @@ def _budget(recipe: Recipe) -> str:
     """What the recipe keeps, in words."""
     shared = isinstance(recipe.budget, float)
     tokens = f"{recipe.budget:g} of the tokens read" if shared else f"{recipe.budget:,} tokens"
+    if recipe.retention is not None:
+        left = ", ".join(map(str, recipe.retention.schedule))
+        prompt = "" if recipe.selector is None else f" (at most {recipe.prompt_budget} tokens)"
+        return (
+            f"{tokens} a KV head for complete segments of {recipe.segmenter.every}, of which "
+            f"{left} tokens are left; beside the growing one, the last {recipe.window} tokens and "
+            f"the prompt{prompt}"
+        )
     when = f"every {recipe.every} steps" if recipe.every else "while the prompt is read"
     stay = f"the first {recipe.sinks} and the last {max(recipe.recent, recipe.window)} stay"
     prompt = ", and all of the prompt" if recipe.spares_prompt else ""
@@ -178,7 +186,12 @@ def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int
     """The smallest budget, in tokens, that can be kept to."""
     if recipe.retention is None:
         return recipe.floor + prompt_tokens * recipe.spares_prompt
-    return max(1, recipe.retention.schedule[-1] * (max_new_tokens // recipe.segmenter.every))
+    return max(1, _floor(recipe) * (max_new_tokens // recipe.segmenter.every))
+
+
+def _floor(recipe: Recipe) -> int:
+    """Tokens that stay of a segment in any case."""
+    return recipe.retention.sizes(recipe.segmenter.every)[-1]
 
 
 def _check_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -197,7 +210,7 @@ def _check_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> No
             f"budget {recipe.budget} is below a prompt of {prompt_tokens} tokens, which all stay, "
             f"and the {recipe.floor} tokens beside it: pass {least}"
         )
-    every, floor = recipe.segmenter.every, recipe.retention.schedule[-1]
+    every, floor = recipe.segmenter.every, _floor(recipe)
     raise UsageError(
         f"budget {recipe.budget} is below the {floor} tokens that stay of each of "
         f"{max_new_tokens // every} segments of {every}: pass {least}, fewer new tokens, or a "
@@ -276,10 +289,15 @@ def _sizes(
     if policy.keeps == "budget" and recipe.retention is not None:
         if recipe.selector is not None:
             of_prompt = min(max(recipe.most(prompt), recipe.floor), prompt)
-        # Tokens that share a scale keep their slots until the last of them has gone.
-        if all(codec.group == 1 for codec in policy.classes):
+        # Tokens that share a scale keep their slots until the last of them has gone, and all do
+        # in phases in which nothing is evicted.
+        always = set(PHASES[1:]) <= set(recipe.compress)
+        if always and all(codec.group == 1 for codec in policy.classes):
             every = recipe.segmenter.every
-            of_answer = min(recipe.most_retained(tokens) + every + recipe.tick, tokens)
+            most = recipe.most_retained(tokens)
+            if isinstance(recipe.budget, float):  # which may be below the floor
+                most = max(most, _floor(recipe) * (tokens // every))
+            of_answer = min(most + every + recipe.tick, tokens)
     elif policy.keeps == "budget":
         of_answer = _held(recipe, policy, window, tokens, prompt)
     sizes = [0] * len(policy.classes)

@@ -19,8 +19,18 @@ def calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
     are loaded.
 
     Raises:
-        UsageError: the given one is another model's.
+        UsageError: the given one is another model's, or a switch of sparsity is given and nothing
+            tells thoughts apart by it.
     """
+    recipe = _calibrated(recipe, config)
+    if config.sparsity_correction is not None and not isinstance(recipe.segmenter, Sparsity):
+        raise UsageError(
+            "--sparsity-correction has no effect without a calibration that tells thoughts apart"
+        )
+    return recipe
+
+
+def _calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
     if recipe.name != "thinkv" or config.thoughts is not None:
         return recipe
     path = loading.resolve(model_source(config), config.revision, weights=False)
@@ -41,10 +51,14 @@ def calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
     segmenter = with_calibration(recipe.segmenter, found)
     if isinstance(segmenter, Given):
         return recipe
-    return dataclasses.replace(recipe, segmenter=segmenter, **_precision(recipe, config))
+    corrected = config.sparsity_correction
+    segmenter = dataclasses.replace(
+        segmenter, corrected=not config.paper if corrected is None else corrected
+    )
+    return dataclasses.replace(recipe, segmenter=segmenter, **_precision(config))
 
 
-def _precision(recipe: Recipe, config: DecodeConfig) -> dict[str, tuple[str, str, str]]:
+def _precision(config: DecodeConfig) -> dict[str, tuple[str, str, str]]:
     """Codecs by thought, where they were those of a single kind by default."""
     if config.kv_bits is not None:
         return {}

@@ -115,7 +115,8 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         "calibration": config.calibration,
         "kinds": config.thoughts,
         "covers": config.labels,
-        "corrected": config.sparsity_correction,
+        # One that comes with kvjax is known only once the model is: see ``calibrated``.
+        "corrected": config.sparsity_correction if config.calibration else None,
         "segment_tokens": config.segment_tokens,
         "schedule": config.retention,
         "chooser": config.retain_by,
@@ -200,7 +201,14 @@ def _check_used(config: DecodeConfig, method: str) -> None:
 
 def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
     """Refuse options that together leave nothing to evict."""
-    if recipe.selector is None or recipe.retention is not None:
+    if recipe.retention is not None:
+        if recipe.selector is None and not {"think", "answer"} & set(recipe.compress):
+            raise UsageError(
+                f"--compress {config.compress} leaves nothing to evict with method thinkv, which "
+                "keeps the prompt: drop it, or give --selector and --prompt-budget"
+            )
+        return
+    if recipe.selector is None:
         return
     decoding = recipe.every and {"think", "answer"} & set(recipe.compress)
     if decoding or not recipe.spares_prompt:

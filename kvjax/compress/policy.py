@@ -71,7 +71,7 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
         codecs = [_for_layer(layer, given, spec, config) for spec in own]
         classes = tuple(dict.fromkeys(codecs))
         of_prompt, *of_kind = (1 + classes.index(codec) for codec in codecs)
-        queries = max(recipe.needs_queries, layer in sampled)
+        queries = max(recipe.needs_queries, int(layer in sampled))
         found.append(Policy(classes, keeps, 0, of_prompt, tuple(of_kind), queries))
     return tuple(found)
 

@@ -116,15 +116,14 @@ def thinkv(
         )
     few = ("nvfp4", "nvfp4", "ternary") if paper else ("int4", "int4", "int2")
     codecs = few if segmenter is not None else few[:1] * 3
-    prompt = {"prompt_codec": "bf16" if paper else "int8"}
+    given = {"codec": "int4", "prompt_codec": "bf16" if paper else "int8"} | options
     return Recipe(
         "thinkv",
-        codec="int4",
         thought_codecs=thought_codecs or codecs,
         segmenter=segmenter or Given("R"),
         retention=None if budget is None else retention or Retention(shared=paper),
         budget=budget,
-        **prompt | options,
+        **given,
     )
 
 

@@ -115,7 +115,7 @@ class Recipe:
                     f"codec {codec.name} shares scales among tokens, so none can be evicted alone: "
                     f"use it with method uniform, or another codec with {self.name}"
                 )
-        self._check_budget()
+        self._check_budget("budget", self.floor)
 
     def _check_thoughts(self) -> None:
         if self.segmenter is None:
@@ -125,40 +125,43 @@ class Recipe:
         every = self.segmenter.every
         if every % self.tick or every < self.window + self.tick:
             raise UsageError(
-                f"a segment of {every} tokens must be a multiple of the {self.tick} steps after "
-                f"which tokens are stored, and at least {self.window + self.tick}"
+                f"segment_tokens {every} must be a multiple of the {self.tick} steps after which "
+                f"tokens are stored, and at least {self.window + self.tick}"
             )
-        if self.prompt_codec and kv_codec(self.prompt_codec).group > 1:
-            raise UsageError(
-                f"prompt_codec {self.prompt_codec} shares scales among tokens, and a prompt need "
-                "not fill its last group: take int8, int4, ..."
-            )
+        of_prompt = (
+            ("prompt_codec", self.prompt_codec) if self.prompt_codec else ("codec", self.codec)
+        )
+        for name, spec in (of_prompt, *(("layer_codecs", spec) for _, spec in self.layer_codecs)):
+            if kv_codec(spec).group > 1:
+                raise UsageError(
+                    f"{name} {spec} shares scales among tokens, and a prompt need not fill its "
+                    "last group: take int8, int4, ..."
+                )
+        for spec in self.thought_codecs or ():
+            if every % (group := kv_codec(spec).group):
+                raise UsageError(
+                    f"segment_tokens {every} must be a multiple of the {group} tokens that share a "
+                    f"scale in codec {spec}"
+                )
         if self.retention is None:
             return
         if (self.selector is None) != (self.prompt_budget is None):
             raise UsageError("prompt_budget and a selector for the prompt need each other")
         if self.selector is not None:
-            dataclasses.replace(
-                self, budget=self.prompt_budget, retention=None, prompt_budget=None
-            )  # is refused where it cannot work
-        if isinstance(self.budget, float) and 0 < self.budget <= 1:
-            return
-        if not isinstance(self.budget, int) or isinstance(self.budget, bool) or self.budget < 1:
-            raise UsageError(
-                f"budget must be a number of tokens or a share between 0 and 1, got {self.budget!r}"
-            )
+            self._check_budget("prompt_budget", self.floor)
+        self._check_budget("budget", 1)
 
-    def _check_budget(self) -> None:
-        budget, least = self.budget, self.floor
+    def _check_budget(self, name: str, least: int) -> None:
+        budget = getattr(self, name)
         if isinstance(budget, float) and 0 < budget <= 1:
             return
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
             raise UsageError(
-                f"budget must be a number of tokens or a share between 0 and 1, got {budget!r}"
+                f"{name} must be a number of tokens or a share between 0 and 1, got {budget!r}"
             )
         if budget < least:
             raise UsageError(
-                f"budget {budget} is below the {self.sinks} first and the "
+                f"{name} {budget} is below the {self.sinks} first and the "
                 f"{max(self.recent, self.window)} last tokens that stay, and one more: pass {least}"
             )
 

@@ -69,7 +69,10 @@ def _segmenter(parts: dict[str, Any], *, paper: bool) -> Segmenter | None:
     }
     plain = Given(kinds or "R", **common)
     if isinstance(calibration, str):
-        calibration = Calibration.load(calibration)
+        try:
+            calibration = Calibration.load(calibration)
+        except UsageError as error:
+            raise UsageError(f"calibration: {error}") from error
     told = plain if calibration is None else with_calibration(plain, calibration)
     if isinstance(told, Sparsity):
         return dataclasses.replace(told, corrected=not paper if corrected is None else corrected)

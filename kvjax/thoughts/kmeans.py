@@ -6,6 +6,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.einsum import einsum_float32
 
+EQUAL = 1.0001
+"""Squared distances up to this factor apart count as equal: two tokens that are a cluster of their
+own are equally far from its center, and rounding must not choose between them."""
+NOTHING = 1e-10
+"""Squared distances up to this share of a key's squared norm are rounding, and count as none."""
+
 
 def cluster_centers(
     keys: Float[Array, "B H T D"], start: Int[Array, " K"], iterations: int
@@ -31,21 +37,20 @@ def cluster_centers(
 
     def assign(centers):
         dots = einsum_float32("bhtd,bhkd->bhtk", x, centers)
-        apart = (x**2).sum(-1)[..., None] - 2 * dots + (centers**2).sum(-1)[:, :, None]
-        cluster = apart.argmin(-1)
-        return cluster, jnp.take_along_axis(apart, cluster[..., None], -1)[..., 0]
+        return ((centers**2).sum(-1)[:, :, None] - 2 * dots).argmin(-1)
 
     def step(_, centers):
-        cluster, _ = assign(centers)
-        member = jax.nn.one_hot(cluster, clusters, dtype=jnp.float32)
+        member = jax.nn.one_hot(assign(centers), clusters, dtype=jnp.float32)
         count = member.sum(2)[..., None]
         mean = einsum_float32("bhtk,bhtd->bhkd", member, x) / jnp.maximum(count, 1)
         return jnp.where(count > 0, mean, centers)
 
     centers = jax.lax.fori_loop(0, iterations, step, x[:, :, start])
-    cluster, distance = assign(centers)
-    number = jnp.arange(clusters, dtype=cluster.dtype)[None, None, None]
-    member = cluster[..., None] == number
-    nearest = jnp.where(member, distance[..., None], jnp.inf).argmin(2)  # [B, H, K]
-    token = jnp.arange(x.shape[2], dtype=nearest.dtype)[None, None, :, None]
-    return ((nearest[:, :, None] == token) & member).any(-1), distance
+    cluster = assign(centers)
+    apart = ((x - jnp.take_along_axis(centers, cluster[..., None], 2)) ** 2).sum(-1)
+    apart = jnp.where(apart > NOTHING * (x**2).sum(-1), apart, 0)
+    member = cluster[..., None] == jnp.arange(clusters, dtype=cluster.dtype)[None, None, None]
+    least = jnp.where(member, apart[..., None], jnp.inf).min(2, keepdims=True)
+    near = member & (apart[..., None] <= EQUAL * least)
+    first = near & (jnp.cumsum(near, 2, dtype=jnp.int32) == 1)
+    return first.any(-1), apart

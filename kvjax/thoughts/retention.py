@@ -63,6 +63,9 @@ class Retention:
             )
         if self.at not in ("start", "end"):
             raise UsageError(f"at must be start or end, got {self.at!r}")
+        for name, least in (("iterations", 0), ("observed", 1)):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"{name} must be at least {least}, got {value}")
 
     @property
     def needs_queries(self) -> int:
@@ -129,7 +132,7 @@ def _choose(
 
 
 def highest(scores: Float[Array, "B H T"], count: int) -> Int[Array, "B H count"]:
-    """Indices of the highest scores, in the order of tokens; of equal ones the earlier go."""
+    """Indices of the highest scores, in the order of tokens; of equal ones the earlier stay."""
     order = jnp.argsort(scores, axis=2, descending=True, stable=True)
     return jnp.sort(order[..., :count], 2)
 

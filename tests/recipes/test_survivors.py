@@ -42,13 +42,7 @@ def states(lm, prompt, recipe, steps: int):
     halt = np.zeros(1, bool)
     for done in range(0, steps, recipe.tick):
         if done:
-            state = maintain(
-                state,
-                ~halt,
-                config=lm.config,
-                recipe=recipe,
-                select=bool(recipe.every) and done % recipe.every == 0,
-            )
+            state = maintain(state, ~halt, config=lm.config, recipe=recipe, done=done)
         yield state
         state, _ = decode_chunk(
             lm.model,
