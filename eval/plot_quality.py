@@ -49,11 +49,13 @@ def draw_recipes(axes: plt.Axes, record: dict) -> None:
         marker = "x" if name == CONTROL else "s" if name.startswith(CONTROL) else "o"
         for codec, style in zip(codecs, LINES, strict=False):
             points = [
-                (result["ratio"]["end"], result["kl_mean"])
+                (result["row_ratio"], result["kl_mean"])
                 for result in results
                 if result["name"] == name and result["codec"] == codec
             ]
-            label = name if codec == codecs[0] else None
+            label = name if codec == codecs[-1] else None
+            if not points:
+                continue
             axes.plot(
                 *zip(*sorted(points), strict=True),
                 style,
@@ -66,7 +68,7 @@ def draw_recipes(axes: plt.Axes, record: dict) -> None:
     for result in results:
         if result["share"] > 1 or result["name"] == "full":
             continue
-        at = result["ratio"]["end"], result["kl_mean"]
+        at = result["row_ratio"], result["kl_mean"]
         axes.plot(*at, "*", color=PAPERS, markersize=9)
         axes.annotate(result["codec"], at, (5, 3), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
@@ -74,7 +76,7 @@ def draw_recipes(axes: plt.Axes, record: dict) -> None:
     for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         which(lambda value, _: f"{value:g}")
     axes.tick_params(axis="x", which="minor", labelsize=7)
-    axes.set_xlabel("bytes at the end, over a bare bfloat16 cache")
+    axes.set_xlabel("bytes allocated for a row, over a bare bfloat16 cache")
     axes.set_ylabel("KL(full || compressed), nats")
     styles = ", ".join(
         f"{codec} {'solid' if style == '-' else 'dashed'}"
