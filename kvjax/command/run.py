@@ -60,8 +60,6 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         code = started.decode()
         kept = True
         return code
-    except OutputError:
-        raise
     except Exception:
         started.answers.finish()  # what was decoded before the failure
         kept = bool(started.answers.records)

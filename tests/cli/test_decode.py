@@ -132,7 +132,10 @@ def test_a_full_disk_is_no_failure_of_the_row(decode, rows_file):
     path = rows_file('{"id": "a", "prompt": "b"}')
     outcome = decode("--prompts", path, "-o", "/dev/full", *SHORT)
     assert outcome.code == 2
-    assert outcome.err == "kvjax: cannot write /dev/full: No space left on device\n"
+    assert outcome.err == (
+        "kvjax: cannot write /dev/full: No space left on device; the answer is on standard output\n"
+    )
+    assert json.loads(outcome.out)["usage"]["generated"] == 6
 
 
 def test_a_file_without_a_usable_row_decodes_nothing(decode, rows_file):

@@ -161,7 +161,9 @@ def test_an_interrupted_record_says_so(decode, monkeypatch, tmp_path, form):
 def test_a_device_that_is_full_is_one_line(decode):
     outcome = decode("-p", "hello", "--max-new-tokens", "6", "-o", "/dev/full")
     assert outcome.code == 2
-    assert outcome.err == "kvjax: cannot write /dev/full: No space left on device\n"
+    assert outcome.err == (
+        "kvjax: cannot write /dev/full: No space left on device; the answer is on standard output\n"
+    )
 
 
 def test_interrupts_leave_the_handler_as_it_was():
