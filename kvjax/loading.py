@@ -266,10 +266,11 @@ def _defaults(
     generation = (_read_json(file) if path.is_dir() else None) or {}
     stops = set(tokenizer.stop_ids if tokenizer else ())
     for fields in (generation, config):
-        ids = fields.get("eos_token_id")
-        stops.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    if not all(isinstance(stop, int) for stop in stops):
-        raise ModelError(f"{path}: eos_token_id must hold token ids, got {sorted(stops, key=str)}")
+        given = fields.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(stop) is int and abs(stop) < 2**31 for stop in ids):
+            raise ModelError(f"{path}: eos_token_id must hold token ids, got {given!r}")
+        stops.update(ids)
     if not generation.get("do_sample"):
         return GenerationDefaults(temperature=0.0, stop_ids=tuple(sorted(stops)))
     return GenerationDefaults(
