@@ -1,5 +1,6 @@
 """Where answers go: standard output, a file that grows, or a file that appears when complete."""
 
+import io
 import os
 import pathlib
 import secrets
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from kvjax.command.files import is_within
 from kvjax.errors import UsageError
+from kvjax.report.say import drop
 
 
 class OutputError(UsageError):
@@ -173,20 +175,33 @@ def _checked(name: str, action: Callable[[], object]) -> None:
         raise OutputError(f"cannot write {name}: {error.strerror}") from error
 
 
-def open_closed_streams() -> None:
-    """Give a process that was started with standard input or error closed empty ones."""
+def prepare_streams() -> None:
+    """Give a process that was started with standard input or error closed empty ones.
+
+    Answers are UTF-8 wherever they go, whatever the locale.
+    """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def print_out(text: str) -> None:
+    """Print what a command is asked for beside answers.
+
+    Raises:
+        UsageError: standard output cannot be written.
+    """
+    output = open_output(None, growing=True)
+    output.write(text)
 
 
 def silence_standard_streams() -> None:
     """Drop what cannot be written, else Python would try again at exit and complain."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
-            os.dup2(devnull, stream.fileno())
-    os.close(devnull)
+            drop(stream)

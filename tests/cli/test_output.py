@@ -186,6 +186,22 @@ def test_a_file_of_the_model_directory_is_not_overwritten(decode, model):
     assert (model / "config.json").read_bytes() == before
 
 
+def test_no_input_is_overwritten(decode, tmp_path, monkeypatch, model):
+    """The calibration, the model that is taken where none is named, and by the picture neither."""
+    file = tmp_path / "input.json"
+    [shipped, *_] = (pathlib.Path(kvjax.__file__).parent / "thoughts/calibrations").glob("*.json")
+    file.write_bytes(shipped.read_bytes())
+    argv = ("-p", "hello", "--method", "thinkv", "--calibration", file)
+    assert "also an input" in decode(*argv, "-o", file).err
+    monkeypatch.setattr("kvjax.command.run.default_model_path", lambda: file)
+    assert "also an input" in decode("-p", "hello", "-o", file, model=None).err
+    picture = tmp_path / "input.png"
+    picture.write_text("prompt")
+    outcome = decode("--prompt-file", picture, "--trace", picture)
+    assert outcome.code == 2 and "--trace" in outcome.err and "also an input" in outcome.err
+    assert file.read_bytes() == shipped.read_bytes() and picture.read_text() == "prompt"
+
+
 def test_closed_standard_output_is_one_line(decode, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", None)
