@@ -160,13 +160,13 @@ class DecodeConfig:
     paper: bool = option(False, "thinkv: the paper's own choices, where the defaults differ")
     fit: str | None = option(
         None,
-        "memory for weights and cache, as 2GiB: choose the best method that fits",
+        "memory for weights, cache and reading prompts, as 2GiB: choose the best method that fits",
         group="memory",
         joined=True,
     )
     memory: str | None = option(
         None,
-        "memory that weights and cache may take (default: what the device has)",
+        "memory that weights, cache and reading prompts may take (default: what the device has)",
         group="memory",
         joined=True,
     )
