@@ -15,7 +15,7 @@ from kvjax.errors import ModelError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.tokenizer import Tokenizer
-from kvjax.weights.assemble import fingerprint, load_decoder
+from kvjax.weights.assemble import check_tensors, fingerprint, load_decoder
 from kvjax.weights.checkpoint import Checkpoint
 from kvjax.weights.gguf import GGUFCheckpoint
 from kvjax.weights.safetensors import SafetensorsCheckpoint
@@ -124,9 +124,16 @@ def load(
 
 
 def read_config(path: pathlib.Path) -> ModelConfig:
-    """The model's shape, without its weights."""
+    """The model's shape, without its weights.
+
+    Raises:
+        ModelError: it cannot be read, or a GGUF file's tensors are not of this shape.
+    """
     gguf = _open_gguf(path)
-    return ModelConfig.from_hf(gguf.hf_config() if gguf else _read_config(path))
+    config = ModelConfig.from_hf(gguf.hf_config() if gguf else _read_config(path))
+    if gguf:  # a damaged header must not plan for thousands of layers
+        check_tensors(config, gguf)
+    return config
 
 
 def read_fingerprint(path: pathlib.Path) -> str:

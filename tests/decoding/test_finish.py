@@ -346,3 +346,17 @@ def test_options_of_the_wrong_kind_are_refused():
         [sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "refused\n", done.stderr
+
+
+LIVE = """
+from tests.decoding import small
+import kvjax
+
+events = kvjax.stream(small.lm(), [[3, 5, 7]], max_new_tokens=200)
+next(event for event in events if event.kind == "text")
+"""
+
+
+def test_a_stream_that_is_alive_at_exit_leaves_quietly():
+    done = subprocess.run([sys.executable, "-c", LIVE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
