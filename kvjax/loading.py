@@ -15,7 +15,7 @@ from kvjax.errors import ModelError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.tokenizer import Tokenizer
-from kvjax.weights.assemble import fingerprint, load_decoder
+from kvjax.weights.assemble import check_tensors, fingerprint, load_decoder
 from kvjax.weights.checkpoint import Checkpoint
 from kvjax.weights.gguf import GGUFCheckpoint
 from kvjax.weights.safetensors import SafetensorsCheckpoint
@@ -124,9 +124,16 @@ def load(
 
 
 def read_config(path: pathlib.Path) -> ModelConfig:
-    """The model's shape, without its weights."""
+    """The model's shape, without its weights.
+
+    Raises:
+        ModelError: it cannot be read, or a GGUF file's tensors are not of this shape.
+    """
     gguf = _open_gguf(path)
-    return ModelConfig.from_hf(gguf.hf_config() if gguf else _read_config(path))
+    config = ModelConfig.from_hf(gguf.hf_config() if gguf else _read_config(path))
+    if gguf:  # a damaged header must not plan for thousands of layers
+        check_tensors(config, gguf)
+    return config
 
 
 def read_fingerprint(path: pathlib.Path) -> str:
@@ -266,10 +273,11 @@ def _defaults(
     generation = (_read_json(file) if path.is_dir() else None) or {}
     stops = set(tokenizer.stop_ids if tokenizer else ())
     for fields in (generation, config):
-        ids = fields.get("eos_token_id")
-        stops.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    if not all(isinstance(stop, int) for stop in stops):
-        raise ModelError(f"{path}: eos_token_id must hold token ids, got {sorted(stops, key=str)}")
+        given = fields.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(stop) is int and abs(stop) < 2**31 for stop in ids):
+            raise ModelError(f"{path}: eos_token_id must hold token ids, got {given!r}")
+        stops.update(ids)
     if not generation.get("do_sample"):
         return GenerationDefaults(temperature=0.0, stop_ids=tuple(sorted(stops)))
     return GenerationDefaults(

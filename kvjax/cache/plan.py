@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
+from kvjax.cache.working import prefill_row_bytes
 from kvjax.codecs import kv_codec
 from kvjax.compress.policy import Policy, group, policies
 from kvjax.errors import CapacityError, UsageError
@@ -41,6 +42,7 @@ class Plan:
         tokens: the longest that a row can get, prompt padding included.
         parameter_bytes: the model's weights.
         memory_bytes: what there is, or None where that is not known.
+        prefill_row_bytes: what reading its prompt takes of each row for a while; an estimate.
     """
 
     geometry: Geometry
@@ -48,13 +50,26 @@ class Plan:
     tokens: int
     parameter_bytes: int
     memory_bytes: int | None
+    prefill_row_bytes: int = 0
+
+    @property
+    def prefill_bytes(self) -> int:
+        """What reading the prompts takes for a while; an estimate, see `prefill_row_bytes`."""
+        return self.geometry.rows * self.prefill_row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """All that the run takes: weights, cache, and the reading of the prompts."""
+        return self.parameter_bytes + self.geometry.nbytes + self.prefill_bytes
 
     def largest_batch(self) -> int | None:
         """Rows of this length that fit beside the weights; None where the memory is not known."""
         if self.memory_bytes is None:
             return None
-        one = dataclasses.replace(self.geometry, rows=1).nbytes
-        two = dataclasses.replace(self.geometry, rows=2).nbytes
+        one, two = (
+            dataclasses.replace(self.geometry, rows=rows).nbytes + rows * self.prefill_row_bytes
+            for rows in (1, 2)
+        )
         left = self.memory_bytes - self.parameter_bytes - one
         return 0 if left < 0 else 1 + left // (two - one)
 
@@ -71,7 +86,8 @@ class Plan:
         raise CapacityError(
             f"{self.geometry.rows} rows of {self.tokens} tokens need "
             f"{size(self.geometry.nbytes)} of cache beside {size(self.parameter_bytes)} of "
-            f"weights, and there are {size(self.memory_bytes)}: pass {advice}"
+            f"weights and about {size(self.prefill_bytes)} while prompts are read, and there are "
+            f"{size(self.memory_bytes)}: pass {advice}"
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -111,6 +127,7 @@ class Plan:
             ("pools", size(shape.pool_bytes)),
             ("cache", size(shape.nbytes)),
             ("weights", size(self.parameter_bytes)),
+            ("reading prompts", f"about {size(self.prefill_bytes)}"),
         ]
         if self.memory_bytes is not None:
             lines.append(("memory", size(self.memory_bytes)))
@@ -179,7 +196,9 @@ def plan(
         segments=segments,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
-    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes)
+    chunk = min(prompt, PREFILL_CHUNK)
+    working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
+    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working)
 
 
 def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:

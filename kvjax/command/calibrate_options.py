@@ -42,7 +42,9 @@ class CalibrateConfig:
     keep_samples: bool = option(
         False, "leave the samples beside the calibration, for another fit without decoding"
     )
-    system_prompt: str | None = option(None, "put before prompts that have no system message")
+    system_prompt: str | None = option(
+        None, "put before prompts that have no system message", blank=True
+    )
     chat_template: bool = option(True, "pass prompts through the model's chat template")
     thinking: Literal["on", "off", "auto"] = option("auto", "the chat template's thinking block")
     max_new_tokens: int | None = option(

@@ -25,6 +25,7 @@ from kvjax.errors import CapacityError, KvjaxError, NumericalError, UsageError
 from kvjax.memory import device_memory
 from kvjax.recipes import full
 from kvjax.report.progress import ProgressLine, describe
+from kvjax.report.say import say
 from kvjax.thoughts.calibration import Calibration
 from kvjax.thoughts.density import Fit, fit
 from kvjax.thoughts.files import write_atomically
@@ -248,7 +249,7 @@ class _Measuring:
 
     def _say(self, text: str) -> None:
         self._progress.clear()
-        print(f"kvjax: {text}", file=sys.stderr, flush=True)
+        say(f"kvjax: {text}")
 
 
 def _decoded_with(config: CalibrateConfig, asked: list[_Asked]) -> dict[str, str | float | None]:
@@ -292,14 +293,12 @@ def _tell(config: CalibrateConfig, found: Fit, windows: tuple[int | None, ...]) 
         lines.append(f"execution below {low:.4f}, transition above {high:.4f}: {config.output}")
     if not config.quiet:
         for line in lines:
-            print(f"kvjax: {line}", file=sys.stderr)
+            say(f"kvjax: {line}")
     if found.thresholds is None:
         most = max(found.trimodal[layer] for layer in found.ranking)
-        print(
+        say(
             f"kvjax: no layer is tri-modal: one shows three modes on {most:.0%} of the prompts "
             f"used ({prompts}) at best, and --min-share is {config.min_share:.0%}. "
             f"{config.output} says so: ThinKV then has one kind of thought, 4 bits throughout, "
-            "and evicts at the budget",
-            file=sys.stderr,
+            "and evicts at the budget"
         )
-    sys.stderr.flush()

@@ -18,7 +18,9 @@ class DecodeConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = option(None, "directory or hub id of another tokenizer")
     dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights and activations")
-    prompt: str | None = option(None, "the prompt; - reads standard input", "-p", group="prompt")
+    prompt: str | None = option(
+        None, "the prompt; - reads standard input", "-p", group="prompt", blank=True
+    )
     prompt_file: str | None = option(None, "a text file that holds the prompt", group="prompt")
     prompts: str | None = option(
         None,
@@ -30,7 +32,9 @@ class DecodeConfig:
     format: Literal["text", "json", "jsonl"] | None = option(
         None, "default: text, or jsonl with --prompts; json is a list with --prompts"
     )
-    system_prompt: str | None = option(None, "put before prompts that have no system message")
+    system_prompt: str | None = option(
+        None, "put before prompts that have no system message", blank=True
+    )
     chat_template: bool = option(True, "pass prompts through the model's chat template")
     thinking: Literal["on", "off", "auto"] = option("auto", "the chat template's thinking block")
     max_new_tokens: int = option(256, "tokens to generate at most", "--max-tokens", minimum=1)
@@ -156,13 +160,13 @@ class DecodeConfig:
     paper: bool = option(False, "thinkv: the paper's own choices, where the defaults differ")
     fit: str | None = option(
         None,
-        "memory for weights and cache, as 2GiB: choose the best method that fits",
+        "memory for weights, cache and reading prompts, as 2GiB: choose the best method that fits",
         group="memory",
         joined=True,
     )
     memory: str | None = option(
         None,
-        "memory that weights and cache may take (default: what the device has)",
+        "memory that weights, cache and reading prompts may take (default: what the device has)",
         group="memory",
         joined=True,
     )

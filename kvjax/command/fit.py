@@ -64,15 +64,15 @@ def _fitting(config: DecodeConfig, outlined: Outline) -> Recipe:
             planned = outlined.plan(recipe, memory)
             if planned.largest_batch() >= planned.geometry.rows:
                 return recipe
-            if smallest is None or planned.geometry.nbytes < smallest.geometry.nbytes:
+            if smallest is None or planned.nbytes < smallest.nbytes:
                 smallest = planned
     geometry, weights = smallest.geometry, smallest.parameter_bytes
-    needed = math.ceil((geometry.nbytes + weights) / 2**20)
+    needed = math.ceil(smallest.nbytes / 2**20)
     raise CapacityError(
         f"--fit {config.fit}: {geometry.rows} rows of {smallest.tokens} tokens need at least "
         f"{size(geometry.nbytes)} of cache ({described(smallest.recipe)}) beside {size(weights)} "
-        f"of weights: pass --fit {needed}MiB, a smaller --batch-size or --max-new-tokens, or "
-        "--dtype bfloat16"
+        f"of weights and about {size(smallest.prefill_bytes)} while prompts are read: pass --fit "
+        f"{needed}MiB, a smaller --batch-size or --max-new-tokens, or --dtype bfloat16"
     )
 
 

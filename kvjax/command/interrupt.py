@@ -1,19 +1,22 @@
-"""Ctrl-C: before there is anything to keep it ends the process; then once to stop soon, twice to
-stop at once."""
+"""Ctrl-C or SIGTERM: before there is anything to keep it ends the process; then once to stop soon,
+twice to stop at once."""
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 
+from kvjax.report.say import say
+
 INTERRUPTED = 130
-"""What a shell expects of a command that ended on SIGINT."""
+"""What a shell expects of a command that ended on SIGINT; the exit code for SIGTERM as well."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Takes SIGINT while it is entered.
+    """Takes SIGINT and SIGTERM while it is entered.
 
     Python runs signal handlers between two of the main thread's bytecodes, which may be minutes
     apart while XLA compiles, and an exception that a handler raises is lost if it hits a callback
@@ -31,7 +34,7 @@ class Interrupts:
         self._clean_up = action
 
     def wait_for_answers(self) -> None:
-        """From now on the first SIGINT only makes ``requested`` true."""
+        """From now on the first signal only makes ``requested`` true."""
         self._patient = True
 
     def requested(self) -> bool:
@@ -40,7 +43,7 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._handler = signal.signal(signal.SIGINT, _noted)
+        self._handlers = {number: signal.signal(number, _noted) for number in _SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -48,24 +51,25 @@ class Interrupts:
 
     def __exit__(self, *error) -> None:
         signal.set_wakeup_fd(self._wakeup)
-        signal.signal(signal.SIGINT, self._handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
 
     def _watch(self) -> None:
         while number := os.read(self._read, 1):
-            if number[0] != signal.SIGINT:
+            if number[0] not in _SIGNALS:
                 continue
             if self._requested or not self._patient:
                 self._leave()
             self._requested = True
-            print("\nkvjax: stopping (Ctrl-C again: at once)", file=sys.stderr, flush=True)
+            say("\nkvjax: stopping (Ctrl-C again: at once)")
 
     def _leave(self) -> None:
         try:
             self._clean_up()
-            print("\nkvjax: interrupted", file=sys.stderr, flush=True)
+            say("\nkvjax: interrupted")
         finally:
             os._exit(INTERRUPTED)
 

@@ -32,6 +32,8 @@ class Option:
         minimum: the smallest allowed number, or the bound that it must exceed if ``exclusive``.
         maximum: the largest allowed number.
         joined: of a text: a file may also hold a number, or a list, which is joined by commas.
+        blank: of a text: it may be empty. A shell gives an empty text for a variable that is not
+            set, which must not be taken for the default.
     """
 
     help: str
@@ -41,6 +43,7 @@ class Option:
     exclusive: bool = False
     maximum: float | None = None
     joined: bool = False
+    blank: bool = False
 
 
 def option(default: Any, help: str, *flags: str, **bounds: Any) -> Any:
@@ -130,7 +133,7 @@ def read_options(table: type, path: str) -> dict[str, Any]:
 def _typed(entry: Entry, value: Any, path: str) -> Any:
     if value is None and entry.optional:
         return None
-    if entry.type is float and type(value) is int:
+    if entry.type is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if entry.option.joined:
         items = value if isinstance(value, list) and value else [value]
@@ -160,7 +163,10 @@ def merge[Table](table: type[Table], file: Mapping[str, Any], flags: Mapping[str
     kept = {k: v for k, v in file.items() if known[k].option.group not in replaced}
     config = table(**{**kept, **flags})
     for entry in known.values():
-        _check_bounds(entry, getattr(config, entry.name))
+        value = getattr(config, entry.name)
+        if entry.type is str and value == "" and not entry.option.blank:
+            raise UsageError(f"{entry.flag} is empty: leave it out, or give it a value")
+        _check_bounds(entry, value)
     _check_groups(known.values(), config)
     return config
 
@@ -171,7 +177,8 @@ def _check_bounds(entry: Entry, value: Any) -> None:
     bounds = entry.option
     low = -math.inf if bounds.minimum is None else bounds.minimum
     high = math.inf if bounds.maximum is None else bounds.maximum
-    inside = math.isfinite(value) and low <= value <= high
+    # A whole number may be beyond what a float can hold.
+    inside = low <= value <= high and (entry.type is int or math.isfinite(value))
     if inside and not (bounds.exclusive and value == low):
         return
     limits = [
@@ -213,7 +220,7 @@ def parse[Table](
     }
     rest = argparse.Namespace(**{n: v for n, v in given.items() if n not in known})
     path = getattr(rest, "config", None)
-    file = read_options(table, path) if path else {}
+    file = {} if path is None else read_options(table, path)
     return merge(table, file, flags), rest
 
 

@@ -20,6 +20,8 @@ from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
 from kvjax.weights.gguf import GGUFCheckpoint
 
+_BATCH_SIZE = DecodeConfig.batch_size
+
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
@@ -27,11 +29,11 @@ class Outline:
 
     Attributes:
         request: arguments of ``kvjax.cache.plan`` beside the recipe and the memory.
-        prompt_tokens: of the longest prompt.
+        lengths: tokens of the prompts that can be read.
     """
 
     request: dict[str, Any]
-    prompt_tokens: int
+    lengths: list[int]
 
     def plan(self, recipe: Recipe, memory_bytes: int | None = None) -> Plan:
         """The plan of a recipe.
@@ -45,6 +47,11 @@ class Outline:
         """The smallest budget that the run can keep to."""
         return least_budget(recipe, self.prompt_tokens, self.request["max_new_tokens"])
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.request["prompt_tokens"]
+
 
 def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
     """The outline of a run.
@@ -54,16 +61,7 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
             unless it comes from a file of prompts.
     """
     lm = shape_of_model(config)
-    options = prompt_options(config, full())
-    lengths = []
-    for row in rows:
-        if row.prompt is None:
-            continue
-        try:
-            lengths.append(len(read_prompt(lm, 0, row.prompt, options).ids))
-        except KvjaxError:
-            if not config.prompts:
-                raise
+    lengths = prompt_lengths(lm, rows, config)
     request = {
         "config": lm.config,
         "batch_size": min(config.batch_size, len(lengths) or config.batch_size),
@@ -74,7 +72,45 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(lm.model)
         ),
     }
-    return Outline(request, request["prompt_tokens"])
+    return Outline(request, lengths)
+
+
+def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeConfig) -> list[int]:
+    """Tokens of every prompt that can be read.
+
+    Raises:
+        KvjaxError: the only prompt cannot, unless it comes from a file of prompts.
+    """
+    options = prompt_options(config, full())
+    lengths = []
+    for row in rows:
+        if row.prompt is None:
+            continue
+        try:
+            lengths.append(len(read_prompt(lm, 0, row.prompt, options).ids))
+        except KvjaxError:
+            if not config.prompts:
+                raise
+    return lengths
+
+
+def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:
+    """What the model and the prompts leave of the options, where that is less than was asked for.
+
+    Args:
+        config: the options; a batch size that is the default is nobody's wish.
+        context: tokens that the model's context holds.
+        lengths: tokens of the prompts.
+    """
+    found, longest = [], max(lengths, default=1)
+    if config.max_new_tokens > context - longest:
+        found.append(
+            f"--max-new-tokens {config.max_new_tokens}: the model's context of {context} tokens "
+            f"leaves {context - longest} beside the longest prompt"
+        )
+    if lengths and config.batch_size > len(lengths) and config.batch_size != _BATCH_SIZE:
+        found.append(f"--batch-size {config.batch_size}: there are {len(lengths)} prompts")
+    return found
 
 
 def shape_of_model(config: DecodeConfig) -> loading.LanguageModel:

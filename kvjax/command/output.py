@@ -1,7 +1,9 @@
 """Where answers go: standard output, a file that grows, or a file that appears when complete."""
 
+import io
 import os
 import pathlib
+import secrets
 import stat
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from typing import Protocol
 
 from kvjax.command.files import is_within
 from kvjax.errors import UsageError
+from kvjax.report.say import drop
 
 
 class OutputError(UsageError):
@@ -29,8 +32,8 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
 
     Args:
         path: a file, or None for standard output.
-        growing: rows are kept as they come. Otherwise the content is written aside and moved over
-            the file at the end, so that a failed run leaves the old file alone.
+        growing: the first answer takes the old file's place when it is whole, and the others
+            follow it as they come. Otherwise all of them together do, at the end of the run.
         inputs: files and folders that are read, and so must not be written.
 
     Raises:
@@ -47,7 +50,7 @@ def open_output(path: str | None, *, growing: bool, inputs: tuple[str, ...] = ()
         special = target.exists() and not target.is_file() and not target.is_dir()
         if special:
             return _File(path, open(target, "wb", buffering=0))
-        return _GrowingFile(path, target) if growing else _ReplacedFile(path, target)
+        return _NewFile(path, target, growing=growing)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--output: cannot write {path}: {reason}") from error
@@ -63,70 +66,104 @@ class _StandardOutput:
 
 
 class _File:
-    """Writes past Python's buffers, which would try again at exit what has failed once."""
+    """Writes past Python's buffers, which would try again at exit what has failed once.
+
+    What cannot be written goes to standard output instead, as does all that comes after it: an
+    answer may have taken hours.
+    """
 
     def __init__(self, name: str, handle):
         self.name = name
         self.handle = handle
+        self.failed = False
 
     def write(self, text: str) -> None:
-        _checked(self.name, lambda: self._write(text.encode()))
+        content = text.encode()
+        if self.failed:
+            _rescue(content)
+            return
+        try:
+            _checked(self.name, lambda: self._write(content))
+        except OutputError as error:
+            self.failed = True
+            rescued = _rescue(self._unplaced() + content)
+            raise OutputError(f"{error}{rescued}") from error
 
     def _write(self, content: bytes) -> None:
         left = memoryview(content)
         while left:
             left = left[self.handle.write(left) :]
 
+    def _unplaced(self) -> bytes:
+        """What was written before and will not stay."""
+        return b""
+
     def close(self, *, complete: bool) -> None:
         del complete
         _checked(self.name, self.handle.close)
 
 
-class _GrowingFile(_File):
-    """Holds whole writes only. The old content goes when the first answer comes."""
+class _NewFile(_File):
+    """A neighbour of the file until what it holds may take the old file's place.
 
-    def __init__(self, name: str, target: pathlib.Path):
-        self.fresh = not target.exists()
-        self.target = target
-        super().__init__(name, open(target, "ab", buffering=0))  # noqa: SIM115
-        self.size = 0
+    Of a growing file that is the first answer, and later answers follow it; of any other all that
+    there is, once it is closed complete. It holds whole writes only.
+    """
 
-    def _write(self, content: bytes) -> None:
-        if self.size == 0:
-            self.handle.truncate(0)
-        try:
-            super()._write(content)
-        except OSError:
-            self.handle.truncate(self.size)
-            raise
-        self.size += len(content)
-
-    def close(self, *, complete: bool) -> None:
-        super().close(complete=complete)
-        if self.size == 0 and self.fresh:
-            self.target.unlink()
-
-
-class _ReplacedFile(_File):
-    """A neighbour of the file until it is closed complete."""
-
-    def __init__(self, name: str, target: pathlib.Path):
+    def __init__(self, name: str, target: pathlib.Path, *, growing: bool):
         if target.is_dir():
             raise IsADirectoryError(0, "it is a directory")
-        self.target = target
-        self.aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        self.target, self.growing = target, growing
+        # Not the process's number: in containers it is often the same, and a killed run leaves it.
+        self.aside = target.with_name(f".kvjax-{secrets.token_hex(8)}.tmp")
         if target.exists():
             open(target, "ab").close()
         super().__init__(name, open(self.aside, "xb", buffering=0))  # noqa: SIM115
         if target.exists():
             self.aside.chmod(stat.S_IMODE(target.stat().st_mode))
+        self.size = 0
+        self.placed = False
+
+    def _write(self, content: bytes) -> None:
+        try:
+            super()._write(content)
+        except OSError:
+            self.handle.seek(self.size)
+            self.handle.truncate()
+            raise
+        if self.growing and not self.placed:
+            self._place()
+        self.size += len(content)
+
+    def _place(self) -> None:
+        self.aside.replace(self.target)
+        self.placed = True
+
+    def _unplaced(self) -> bytes:
+        return b"" if self.placed else self.aside.read_bytes()[: self.size]
 
     def close(self, *, complete: bool) -> None:
         super().close(complete=complete)
-        if complete:
-            _checked(self.name, lambda: self.aside.replace(self.target))
-        else:
+        if self.placed:
+            return
+        if not complete or self.failed or self.growing:
             self.aside.unlink(missing_ok=True)
+            return
+        try:
+            _checked(self.name, self._place)
+        except OutputError as error:
+            raise OutputError(f"{error}; the answer is in {self.aside}") from error
+
+
+def _rescue(content: bytes) -> str:
+    """Write to standard output what has no place any more; returns what to say about it."""
+    if sys.stdout is None:
+        return ""
+    try:
+        print(content.decode(), end="", flush=True)
+    except (OSError, ValueError):
+        return ""
+    return "; the answer is on standard output"
 
 
 def _checked(name: str, action: Callable[[], object]) -> None:
@@ -138,20 +175,33 @@ def _checked(name: str, action: Callable[[], object]) -> None:
         raise OutputError(f"cannot write {name}: {error.strerror}") from error
 
 
-def open_closed_streams() -> None:
-    """Give a process that was started with standard input or error closed empty ones."""
+def prepare_streams() -> None:
+    """Give a process that was started with standard input or error closed empty ones.
+
+    Answers are UTF-8 wherever they go, whatever the locale.
+    """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def print_out(text: str) -> None:
+    """Print what a command is asked for beside answers.
+
+    Raises:
+        UsageError: standard output cannot be written.
+    """
+    output = open_output(None, growing=True)
+    output.write(text)
 
 
 def silence_standard_streams() -> None:
     """Drop what cannot be written, else Python would try again at exit and complain."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
-            os.dup2(devnull, stream.fileno())
-    os.close(devnull)
+            drop(stream)

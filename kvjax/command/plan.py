@@ -3,9 +3,11 @@
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import read_input
-from kvjax.command.outline import outline
+from kvjax.command.outline import limits, outline
+from kvjax.command.output import print_out
 from kvjax.command.recipe import flags_in_errors, given_recipe
 from kvjax.memory import device_memory
+from kvjax.report.say import say
 from kvjax.report.units import table
 
 
@@ -22,6 +24,9 @@ def show_plan(config: DecodeConfig) -> int:
     recipe = settled_recipe(config, outlined)
     with flags_in_errors():
         planned = outlined.plan(recipe, allowed or device_memory())
-    print(table(planned.rows()), flush=True)
+    if not config.quiet:
+        for line in limits(config, outlined.request["config"].context_length, outlined.lengths):
+            say(f"kvjax: {line}")
+    print_out(table(planned.rows()) + "\n")
     planned.check()
     return 0

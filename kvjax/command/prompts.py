@@ -15,13 +15,14 @@ class Row:
     """One prompt of a run.
 
     Attributes:
-        id: what its record is called: the file's own, else its line number.
+        id: what its record is called: the file's own, else its line number, or "line N" where
+            another row has the number for its own.
         prompt: a text, or the messages of a chat; None for a line that could not be used.
         error: what is wrong with that line.
         answer: the text that follows the prompt, of rows read with answers.
     """
 
-    id: str | int
+    id: str | int | None
     prompt: Prompt | None = None
     error: str | None = None
     answer: str | None = None
@@ -63,26 +64,39 @@ def read_rows(path: str, flag: str = "--prompts", *, answers: bool = False) -> l
         UsageError: the file cannot be read or has no line.
     """
     lines = read_bytes(path, flag).removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    rows = [_row(n, line, answers) for n, line in enumerate(lines, start=1) if line.strip()]
+    rows = {n: _row(n, line, answers) for n, line in enumerate(lines, start=1) if line.strip()}
     if not rows:
         raise UsageError(f"{flag}: {path} has no lines")
-    return rows
+    given = {str(row.id) for row in rows.values() if row.id is not None}
+    return [
+        row if row.id is not None else dataclasses.replace(row, id=_free_id(number, given))
+        for number, row in rows.items()
+    ]
+
+
+def _free_id(number: int, given: set[str]) -> str | int:
+    """A name for the row of a line that has none of its own."""
+    name: str | int = number
+    while str(name) in given:
+        name = f"line {name}"
+    return name
 
 
 def _row(number: int, line: bytes, answers: bool) -> Row:
-    name: str | int = number
+    """The row of a line; its id is None where the line has none that could be used."""
+    name: str | int | None = None
     try:
         record = json.loads(as_text(line, "the line"))
         if not isinstance(record, dict):
             raise UsageError(f"a line must be a JSON object, got {type(record).__name__}")
-        name = _id(record, number)
+        name = _id(record) if "id" in record else None
         return Row(name, _prompt(record), answer=_answer(record) if answers else None)
     except (UsageError, ValueError, RecursionError) as error:
         return Row(name, error=f"line {number}: {error}")
 
 
-def _id(record: dict[str, Any], number: int) -> str | int:
-    name = record.get("id", number)
+def _id(record: dict[str, Any]) -> str | int:
+    name = record["id"]
     if type(name) not in (str, int):
         raise UsageError(f"`id` must be text or a whole number, got {name!r}")
     if not _encodable(str(name)):

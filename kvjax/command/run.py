@@ -9,10 +9,11 @@ from kvjax.command.calibrated import described_thoughts
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
+from kvjax.command.files import check_writable
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_answer, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
-from kvjax.command.outline import outline
+from kvjax.command.outline import limits, outline, prompt_lengths
 from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
 from kvjax.command.quality import compared
@@ -20,6 +21,7 @@ from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event, Result
 from kvjax.errors import KvjaxError
+from kvjax.fetch_model import default_model_path
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe
 from kvjax.report.answers import Answers
@@ -27,6 +29,7 @@ from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
+from kvjax.report.say import say
 from kvjax.report.trace import check_drawing, draw
 from kvjax.report.units import size, table
 
@@ -47,11 +50,14 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         config.prompt_file,
         config.prompts,
         config.compare_text,
-        config.model,
+        config.calibration,
+        config.model or default_model_path(),
         config.tokenizer,
         config_file,
     )
-    inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
+    inputs = tuple(str(path) for path in named if path and path != "-" and os.path.exists(path))
+    if config.trace is not None:
+        check_writable(config.trace, "--trace", inputs)
     output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
     started = _Run(config, recipe, rows, text, output, interrupts)
@@ -60,8 +66,6 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         code = started.decode()
         kept = True
         return code
-    except OutputError:
-        raise
     except Exception:
         started.answers.finish()  # what was decoded before the failure
         kept = bool(started.answers.records)
@@ -126,14 +130,12 @@ class _Run:
         planned.check()
         thoughts = described_thoughts(self.recipe)
         if thoughts and not config.quiet:
-            print(f"kvjax: {thoughts}", file=sys.stderr, flush=True)
+            say(f"kvjax: {thoughts}")
         if config.fit is not None and not config.quiet:
-            print(
+            say(
                 f"kvjax: --fit {config.fit} chose {described(self.recipe)} "
                 f"({size(planned.geometry.nbytes)} of cache beside "
-                f"{size(planned.parameter_bytes)} of weights)",
-                file=sys.stderr,
-                flush=True,
+                f"{size(planned.parameter_bytes)} of weights)"
             )
 
     def _load(self) -> kvjax.LanguageModel:
@@ -158,6 +160,7 @@ class _Run:
         started = time.perf_counter()
         try:
             with flags_in_errors():
+                self._tell_limits(lm)
                 for event in events if good else ():
                     self._take(event, good)
         except OutputError:
@@ -171,6 +174,14 @@ class _Run:
         finally:
             self.progress.clear()
             self.decode_s = time.perf_counter() - started
+
+    def _tell_limits(self, lm: kvjax.LanguageModel) -> None:
+        if self.config.quiet:
+            return
+        lengths = prompt_lengths(lm, self.rows, self.config)
+        self.progress.clear()
+        for line in limits(self.config, lm.config.context_length, lengths):
+            say(f"kvjax: {line}")
 
     def _take(self, event: Event, good: list[int]) -> None:
         if event.kind == "phase":
@@ -198,7 +209,7 @@ class _Run:
         found = compared(self.lm, self.rows[row].prompt, self.recipe, self.config, self.text)
         self.progress.clear()
         if self.config.answer_format == "text":
-            print(table(found.rows()), file=sys.stderr, flush=True)
+            say(table(found.rows()))
         return found.as_dict()
 
     def _take_text(self, event: Event) -> None:
@@ -217,17 +228,15 @@ class _Run:
         failures = [row for row in records if "error" in row]
         if failures:
             first = failures[0]
-            message = f"{len(failures)} of {len(self.rows)} prompts failed, first {first['id']!r}"
-            print(f"kvjax: {message}: {first['error']}", file=sys.stderr)
+            message = f"{len(failures)} of {len(self.rows)} prompts failed"
+            say(f"kvjax: {message}; the first has id {first['id']!r}: {first['error']}")
         automatic = sys.stderr.isatty() and not config.quiet
         if automatic if config.stats is None else config.stats:
-            print(
+            say(
                 footer(
                     records,
                     first_token_s=self.first_token_s,
                     compile_s=compile_s,
                     decode_s=self.decode_s,
-                ),
-                file=sys.stderr,
-                flush=True,
+                )
             )

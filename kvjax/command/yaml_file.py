@@ -63,6 +63,8 @@ def read_yaml(path: str) -> dict[Any, Any]:
         content = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (KeyError, AttributeError) as error:  # what PyYAML makes of `!!bool maybe`
+        raise UsageError(f"{path} is not valid YAML: a value is at odds with its tag") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

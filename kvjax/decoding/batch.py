@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.plan import Plan
@@ -64,9 +65,10 @@ class Batch:
             thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
             self._log[i].add(int(length[i]), slots[i], pages[i], thoughts)
             if not finite[i]:
+                wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "
-                    f"{len(row.tokens)} tokens; try --dtype float32, or check the weights"
+                    f"{len(row.tokens)} tokens; {wide}check the weights"
                 )
                 text += row.end("error", self.numerical_error)
             self._log[i].crowded = int(crowded[i])

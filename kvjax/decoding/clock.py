@@ -1,5 +1,6 @@
 """Wall time, with compilation told apart."""
 
+import sys
 import time
 from typing import Any
 
@@ -20,6 +21,9 @@ class Clock:
         compile_s: seconds spent tracing and compiling so far.
     """
 
+    # Of the class: as Python leaves, a stream that nobody ended is closed after modules are gone.
+    _leaving = staticmethod(sys.is_finalizing)
+
     def __enter__(self) -> "Clock":
         self._started = time.perf_counter()
         self.compile_s = 0.0
@@ -30,7 +34,8 @@ class Clock:
         return self
 
     def __exit__(self, *error) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        if not self._leaving():
+            jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **_) -> None:
         if event in _COMPILING:

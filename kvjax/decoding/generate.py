@@ -21,6 +21,7 @@ from kvjax.decoding.requests import (
     Prompt,
     Request,
     check_model,
+    listed,
     read_prompts,
     with_special_stops,
 )
@@ -126,8 +127,10 @@ def stream(
         chat=chat,
         thinking=thinking,
         repetition_stop=repetition_stop,
-        stop_ids=tuple(default(stop_ids, "stop_ids", ())),
-        stop_texts=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
+        stop_ids=listed("stop_ids", default(stop_ids, "stop_ids", ())),
+        stop_texts=(stop_texts,)
+        if isinstance(stop_texts, str)
+        else listed("stop_texts", stop_texts),
         kernel=kernel,
     )
     check_model(asked.recipe, lm)

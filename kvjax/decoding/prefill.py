@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache, append, reserve_layer
+from kvjax.cache.working import HISTORY_BLOCK, QUERY_BLOCK
 from kvjax.compress.policy import policies
 from kvjax.compress.settle import Incoming, Rows, leaving, settle
 from kvjax.decoding.observe import prefill_mass, remember, shifted
@@ -28,11 +29,6 @@ from kvjax.models.rope import rotation
 from kvjax.recipes import Recipe, full
 from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.read import plain_keys, plain_values
-
-QUERY_BLOCK = 512
-"""Queries attended at once inside a chunk: bounds the memory of the scores."""
-HISTORY_BLOCK = 512
-"""Slots of the history attended at once."""
 
 
 def prefill_chunk(

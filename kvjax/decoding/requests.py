@@ -4,6 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from types import NoneType
 
 import jax
 
@@ -13,6 +14,33 @@ from kvjax.recipes import Recipe
 
 LONGEST_CHUNK = 4096
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+_KINDS = {
+    "system_prompt": (str, NoneType),
+    "chat": (bool,),
+    "thinking": (bool, NoneType),
+    "repetition_stop": (bool,),
+}
+_WORDS = {str: "a text", bool: "True or False", NoneType: "None"}
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a value can stand for a token on the device."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and abs(value) < 2**31
+
+
+def listed(name: str, values: object) -> tuple:
+    """The values of an option that takes several.
+
+    Raises:
+        UsageError: it is a single value.
+    """
+    try:
+        return tuple(values)
+    except TypeError:
+        raise UsageError(f"{name} must be a list, got {values!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +91,11 @@ class Options:
             if not low <= value <= high:
                 wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise UsageError(f"{name} must be {wanted}, got {value}")
-        if not all(isinstance(token, numbers.Integral) for token in self.stop_ids):
+        for name, kinds in _KINDS.items():
+            if not isinstance(getattr(self, name), kinds):
+                wanted = " or ".join(_WORDS[kind] for kind in kinds)
+                raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        if not all(map(is_token_id, self.stop_ids)):
             raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise UsageError(f"stop_texts must be texts, none empty, got {self.stop_texts!r}")
@@ -188,8 +220,9 @@ def read_prompts(
         UsageError: ``prompts`` is no list of prompts.
         KvjaxError: the only prompt cannot be read.
     """
-    if isinstance(prompts, str) or not all(
-        isinstance(prompt, Sequence) or hasattr(prompt, "__iter__") for prompt in prompts
+    several = hasattr(prompts, "__len__") and not isinstance(prompts, str | bytes)
+    if not several or not all(
+        hasattr(prompt, "__iter__") and not isinstance(prompt, bytes) for prompt in prompts
     ):
         raise UsageError(
             f"prompts must be a list of strings, message lists or token-id lists, got {prompts!r}: "

@@ -18,6 +18,7 @@ class Answers:
         self._next = 0
         self._added: set[int] = set()
         self._streamed = ""
+        self._finished = False
         self.records: list[dict[str, Any]] = []
 
     def stream(self, text: str) -> None:
@@ -37,10 +38,11 @@ class Answers:
             self._next += 1
 
     def finish(self) -> None:
-        """Write what still waits for a row that never came."""
+        """Write what still waits for a row that never came; nothing is written twice."""
         for row in sorted(self._waiting):
             self._write(self._waiting.pop(row))
-        if self._form == "json" and self.records:
+        if self._form == "json" and self.records and not self._finished:
+            self._finished = True
             content = self.records if self._listed else self.records[0]
             self._output.write(json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 

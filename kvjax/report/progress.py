@@ -6,6 +6,7 @@ import time
 from typing import TextIO
 
 from kvjax.decoding.events import Progress
+from kvjax.report.say import say
 from kvjax.report.units import size
 
 REDRAW_S = 0.1
@@ -60,13 +61,13 @@ class ProgressLine:
         if self._terminal:
             self._draw(text)
         else:
-            print(f"kvjax: {text}", file=self._stream, flush=True)
+            say(f"kvjax: {text}", stream=self._stream)
 
     def clear(self) -> None:
         """Make room for other text."""
         self._end_phase()
         if self._shown:
-            print("\r\x1b[K", end="", file=self._stream, flush=True)
+            say("\r\x1b[K", end="", stream=self._stream)
             self._shown = False
 
     def retire(self) -> None:
@@ -76,7 +77,7 @@ class ProgressLine:
 
     def _draw(self, text: str) -> None:
         width = shutil.get_terminal_size().columns
-        print(f"\r{text[: width - 1]}\x1b[K", end="", file=self._stream, flush=True)
+        say(f"\r{text[: width - 1]}\x1b[K", end="", stream=self._stream)
         self._shown = True
 
 

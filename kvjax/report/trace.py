@@ -53,8 +53,11 @@ def draw(history: History, title: str, path: str) -> None:
             axes.legend(frameon=False, fontsize=8, loc="upper left")
             axes.spines[["top", "right"]].set_visible(False)
         part = pathlib.Path(path).with_name(f".{os.getpid()}-{pathlib.Path(path).name}")
-        figure.savefig(part, dpi=130, format="png")
-        os.replace(part, path)
+        try:
+            figure.savefig(part, dpi=130, format="png")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     finally:
         plt.close(figure)
 

@@ -44,8 +44,7 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, dtype: Any) -> Dec
     Raises:
         ModelError: a tensor is missing, unexpected, of the wrong shape, or not finite.
     """
-    plan = parameter_plan(config)
-    _check(plan, checkpoint)
+    plan = check_tensors(config, checkpoint)
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     flat = {
@@ -142,7 +141,13 @@ def _expert_parts(config: ModelConfig) -> Iterator[tuple[Path, tuple[Part, ...]]
         yield ("mlp", path), (Part(f"mlp.{name}", shape),)
 
 
-def _check(plan: Plan, checkpoint: Checkpoint) -> None:
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> Plan:
+    """The plan of the parameters, once it is seen that the checkpoint has all that it needs.
+
+    Raises:
+        ModelError: a tensor is missing, unexpected, or of the wrong shape.
+    """
+    plan = parameter_plan(config)
     parts = {part.name: part for parts in plan.values() for part in parts}
     if missing := parts.keys() - checkpoint.names:
         raise ModelError(
@@ -161,6 +166,7 @@ def _check(plan: Plan, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.source}: tensor {name} has shape {found}, expected {part.shape} "
                 "by the model's config; config and weights do not belong together"
             )
+    return plan
 
 
 def _list(names: set[str]) -> str:

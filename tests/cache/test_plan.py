@@ -13,6 +13,7 @@ from kvjax.compress.policy import policies
 from kvjax.compress.settle import leaving
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
+from kvjax.report.units import size
 from tests.models import configs
 
 CONFIG = ModelConfig.from_hf(configs.small("qwen3", max_position_embeddings=10_000))
@@ -83,14 +84,14 @@ def test_the_geometry_is_the_models():
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
 def test_the_largest_batch_fits_and_one_row_more_does_not(rows, spare):
     exact = sized(batch_size=rows)
-    memory = exact.parameter_bytes + exact.geometry.nbytes + spare
+    memory = exact.nbytes + spare
     largest = sized(memory_bytes=memory).largest_batch()
     assert largest >= rows and (largest == rows or spare == 10**6)
     fitting = sized(batch_size=largest, memory_bytes=memory)
-    assert fitting.parameter_bytes + fitting.geometry.nbytes <= memory
+    assert fitting.nbytes <= memory
     fitting.check()
     more = sized(batch_size=largest + 1, memory_bytes=memory)
-    assert more.parameter_bytes + more.geometry.nbytes > memory
+    assert more.nbytes > memory
     with pytest.raises(CapacityError, match=f"pass --batch-size {largest}$"):
         more.check()
 
@@ -104,13 +105,15 @@ def test_a_refusal_has_the_numbers():
     text = str(error.value)
     assert text.startswith("64 rows of 178 tokens need ")
     assert f"{need / 2**20:.2f} MiB of cache beside {10**6 / 2**10:.2f} KiB of weights" in text
+    taken = size(sized(batch_size=64).prefill_bytes)
+    assert f"of weights and about {taken} while prompts are read" in text
     assert f"there are {memory / 2**20:.2f} MiB" in text
 
 
 @pytest.mark.parametrize("short_of", [1, 10**6])
 def test_where_not_even_one_row_fits(short_of):
     one = sized(batch_size=1)
-    memory = one.parameter_bytes + one.geometry.nbytes - short_of
+    memory = one.nbytes - short_of
     planned = sized(batch_size=1, memory_bytes=memory)
     assert planned.largest_batch() == 0
     with pytest.raises(CapacityError, match="smaller --max-new-tokens or model"):
@@ -137,6 +140,8 @@ def test_the_lines_of_a_plan():
     held = shape.nbytes / 2 / 178
     ratio = held / shape.full_token_bytes
     assert lines["bytes a token"] == f"{held:,.0f} ({ratio:.3f} of a bare bf16 cache)"
+    assert planned.nbytes == 10**6 + shape.nbytes + 2 * planned.prefill_row_bytes
+    assert lines["reading prompts"] == f"about {size(planned.prefill_bytes)}"
     assert lines["largest batch"] == str(planned.largest_batch())
     assert re.fullmatch(r"16\.00 GiB", lines["memory"])
     assert "memory" not in dict(sized().rows())
@@ -149,9 +154,9 @@ def test_the_yardstick_is_a_bare_bfloat16_cache():
 def test_recipes():
     assert recipes.full() == recipes.Recipe("full", 64, codec=None)
     assert hash(recipes.full(16)) == hash(recipes.full(16)) != hash(recipes.full(32))
-    for size in (0, -64, 3, 48):
-        with pytest.raises(UsageError, match=f"power of two, got {size}"):
-            recipes.full(size)
+    for slots in (0, -64, 3, 48):
+        with pytest.raises(UsageError, match=f"power of two, got {slots}"):
+            recipes.full(slots)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipes.full().page_size = 3
 

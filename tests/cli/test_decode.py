@@ -92,7 +92,7 @@ def test_a_broken_row_fails_alone(decode, rows_file, tmp_path):
     outcome = decode("--prompts", path, "-o", tmp_path / "out.jsonl", *SHORT)
     assert outcome.code == 6
     assert outcome.out == ""
-    assert outcome.err.startswith("kvjax: 1 of 3 prompts failed, first 2: line 2: Unterminated")
+    assert outcome.err.startswith("kvjax: 1 of 3 prompts failed; the first has id 2: line 2: Unter")
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
     assert records[1] == {
@@ -132,7 +132,10 @@ def test_a_full_disk_is_no_failure_of_the_row(decode, rows_file):
     path = rows_file('{"id": "a", "prompt": "b"}')
     outcome = decode("--prompts", path, "-o", "/dev/full", *SHORT)
     assert outcome.code == 2
-    assert outcome.err == "kvjax: cannot write /dev/full: No space left on device\n"
+    assert outcome.err == (
+        "kvjax: cannot write /dev/full: No space left on device; the answer is on standard output\n"
+    )
+    assert json.loads(outcome.out)["usage"]["generated"] == 6
 
 
 def test_a_file_without_a_usable_row_decodes_nothing(decode, rows_file):
@@ -167,6 +170,29 @@ def test_a_plan_that_does_not_fit_says_what_would_help(decode):
     outcome = decode("--plan", "--max-new-tokens", 1 << 15, "--batch-size", 1_000_000)
     assert outcome.code == 4
     assert "pass --batch-size" in outcome.err and "rows" in outcome.out
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_what_is_less_than_was_asked_for_is_said(decode, rows_file, monkeypatch, plan):
+    monkeypatch.setattr(kvjax, "stream", lambda *_, **__: iter(()))
+    path = rows_file('{"prompt": "hello"}', '{"prompt": "who"}', "{")
+    argv = ["--prompts", path, *(["--plan"] if plan else [])]
+    context, prompt = 1 << 16, 10
+    too_many = ("--batch-size", 9, "--max-new-tokens", context - prompt + 1)
+    assert decode(*argv, *too_many).err.splitlines()[:2] == [
+        f"kvjax: --max-new-tokens {context - prompt + 1}: the model's context of {context} tokens "
+        f"leaves {context - prompt} beside the longest prompt",
+        "kvjax: --batch-size 9: there are 2 prompts",
+    ]
+    assert "kvjax: --" not in decode(*argv, *too_many, "--quiet").err
+    assert "kvjax: --" not in decode(*argv, *too_many[:1], 2, *too_many[2:3], context - prompt).err
+    assert "kvjax: --" not in decode(*argv, *SHORT).err
+
+
+@pytest.mark.parametrize("option", ["--model", "--tokenizer", "--compare-text", "--output"])
+def test_an_empty_value_is_not_taken_for_the_default(decode, option):
+    outcome = decode("-p", "a", option, "", model=None)
+    assert outcome.code == 2 and outcome.err.startswith(f"kvjax: {option} is empty")
 
 
 @pytest.mark.parametrize(

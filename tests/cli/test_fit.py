@@ -27,7 +27,7 @@ def outlined(model):
 
 def need(outlined, recipe) -> int:
     planned = outlined.plan(recipe)
-    return planned.geometry.nbytes + planned.parameter_bytes
+    return planned.nbytes
 
 
 def test_candidates_get_smaller(model, outlined):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import resource
 import signal
 
@@ -90,25 +91,76 @@ def small_files():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_keeps_the_rows_before(tmp_path, small_files):
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_full_disk_keeps_the_rows_before(tmp_path, small_files, old):
     path = tmp_path / "out"
+    if old:
+        path.write_text(old)
     output = open_output(str(path), growing=True)
     output.write("a" * 79 + "\n")
     with pytest.raises(UsageError, match=r"cannot write .*out: File too large"):
         output.write("b" * 79 + "\n")
     output.close(complete=False)
     assert path.read_text() == "a" * 79 + "\n"
+    assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_full_disk_keeps_the_old_file(tmp_path, small_files):
+@pytest.mark.parametrize("growing", [True, False])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_full_disk_keeps_the_old_file(tmp_path, small_files, growing, complete):
     path = tmp_path / "out"
     path.write_text("old")
-    output = open_output(str(path), growing=False)
+    output = open_output(str(path), growing=growing)
     with pytest.raises(UsageError, match="File too large"):
         output.write("b" * 200)
-    output.close(complete=False)
+    output.close(complete=complete)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("growing", "kept", "shown"), [(True, "a" * 80, "b" * 80 + "c"), (False, None, None)]
+)
+def test_what_cannot_be_written_goes_to_standard_output(
+    tmp_path, small_files, capsys, growing, kept, shown
+):
+    """Of a file that does not grow that is all: what was written before is lost with it."""
+    path = tmp_path / "out"
+    output = open_output(str(path), growing=growing)
+    output.write("a" * 80)
+    with pytest.raises(UsageError, match=r"File too large; the answer is on standard output$"):
+        output.write("b" * 80)
+    output.write("c")
+    output.close(complete=True)
+    assert capsys.readouterr().out == (shown or "a" * 80 + "b" * 80 + "c")
+    assert (path.read_text() if path.exists() else None) == kept
+
+
+def test_without_standard_output_a_failure_is_a_failure(tmp_path, small_files, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    output = open_output(str(tmp_path / "out"), growing=False)
+    with pytest.raises(UsageError, match=r"File too large$"):
+        output.write("b" * 200)
+    output.close(complete=False)
+
+
+def test_a_place_that_is_taken_at_the_end_leaves_the_answer_beside_it(tmp_path):
+    path = tmp_path / "out"
+    output = open_output(str(path), growing=False)
+    output.write("text")
+    path.mkdir()
+    with pytest.raises(UsageError, match=r"cannot write .*; the answer is in (.*)$") as error:
+        output.close(complete=True)
+    assert pathlib.Path(str(error.value).rpartition(" ")[2]).read_text() == "text"
+
+
+def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
+    """In a container the next run may well have the same number."""
+    killed = open_output(str(tmp_path / "out"), growing=False)
+    output = open_output(str(tmp_path / "out"), growing=False)
+    output.write("text")
+    for each in (killed, output):
+        each.close(complete=True)
 
 
 def test_the_model_is_not_overwritten(decode, tmp_path):
@@ -132,6 +184,22 @@ def test_a_file_of_the_model_directory_is_not_overwritten(decode, model):
     outcome = decode("-p", "hello", "-o", model / "config.json")
     assert outcome.code == 2 and "also an input" in outcome.err
     assert (model / "config.json").read_bytes() == before
+
+
+def test_no_input_is_overwritten(decode, tmp_path, monkeypatch, model):
+    """The calibration, the model that is taken where none is named, and by the picture neither."""
+    file = tmp_path / "input.json"
+    [shipped, *_] = (pathlib.Path(kvjax.__file__).parent / "thoughts/calibrations").glob("*.json")
+    file.write_bytes(shipped.read_bytes())
+    argv = ("-p", "hello", "--method", "thinkv", "--calibration", file)
+    assert "also an input" in decode(*argv, "-o", file).err
+    monkeypatch.setattr("kvjax.command.run.default_model_path", lambda: file)
+    assert "also an input" in decode("-p", "hello", "-o", file, model=None).err
+    picture = tmp_path / "input.png"
+    picture.write_text("prompt")
+    outcome = decode("--prompt-file", picture, "--trace", picture)
+    assert outcome.code == 2 and "--trace" in outcome.err and "also an input" in outcome.err
+    assert file.read_bytes() == shipped.read_bytes() and picture.read_text() == "prompt"
 
 
 def test_closed_standard_output_is_one_line(decode, monkeypatch):
@@ -165,3 +233,34 @@ def test_answers_before_a_failure_are_kept(decode, tmp_path, monkeypatch, listed
     assert outcome.code == 4 and "out of memory" in outcome.err
     content = file.read_text() if listed else outcome.out
     assert [row["id"] for row in json.loads(content)] == [0]
+
+
+def test_rows_that_waited_for_one_that_cannot_be_written_are_shown(decode, tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id": {i}, "prompt": "hello"}}\n' for i in range(3)))
+    whole = kvjax.decoding.stream
+
+    def late(*args, **options):
+        """The first row ends last."""
+        done = [event for event in whole(*args, **options) if event.kind == "done"]
+        yield from sorted(done, key=lambda event: -event.row)
+
+    monkeypatch.setattr("kvjax.stream", late, raising=False)
+    outcome = decode("--prompts", rows, "--max-new-tokens", 3, "-o", "/dev/full")
+    assert outcome.code == 2
+    assert [json.loads(line)["id"] for line in outcome.out.splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_answer_outlives_a_picture_that_cannot_be_written(decode, tmp_path, monkeypatch, form):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvjax.command.run.draw", full)
+    outcome = decode(
+        *("-p", "hello", "--max-new-tokens", 3, "-o", tmp_path / "out", "--format", form),
+        *("--trace", tmp_path / "trace.png"),
+    )
+    assert outcome.code == 2 and "trace.png: No space left" in outcome.err
+    assert (tmp_path / "out").read_text().strip()
+    assert outcome.out == ""

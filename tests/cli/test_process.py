@@ -39,10 +39,13 @@ def start(model, cache):
     """Start the command; it is ended with the test."""
     started = []
 
-    def run(*argv: str, code: str | None = None, kept=cache, **options) -> subprocess.Popen:
+    def run(
+        *argv: str, code: str | None = None, kept=cache, env=None, **options
+    ) -> subprocess.Popen:
         program = ["-m", "kvjax.decode"] if code is None else ["-c", code]
         environment = os.environ | {"XDG_CACHE_HOME": str(kept), "JAX_PLATFORMS": "cpu"}
         environment["PYTHONUNBUFFERED"] = ""  # buffers are what fails a second time at exit
+        environment |= env or {}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         command = [sys.executable, *program, "--model", str(model), *argv]
         started.append(subprocess.Popen(command, env=environment, text=True, **options))
@@ -91,6 +94,57 @@ def test_an_interrupt_while_loading_ends_at_once(start, tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "\nkvjax: interrupted\n")
     assert os.listdir(tmp_path) == []
+
+
+def test_being_terminated_is_being_interrupted(start, tmp_path):
+    code = STUCK.format(name="stream", replacement="stream")
+    process = start(*ENDLESS, "-o", str(tmp_path / "out"), code=code)
+    assert process.stderr.readline() == "stuck\n"
+    for line in ("\n", "kvjax: stopping (Ctrl-C again: at once)\n"):
+        if line == "\n":
+            process.terminate()
+        assert process.stderr.readline() == line
+    process.terminate()
+    assert process.communicate(timeout=60) == ("", "\nkvjax: interrupted\n")
+    assert process.returncode == 130
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_log_that_cannot_be_written_takes_no_answer_with_it(start):
+    with open("/dev/full", "w") as full:
+        process = start("-p", "hello", "--max-new-tokens", "6", "--stats", stderr=full)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len(out.strip()) > 0
+
+
+@pytest.mark.parametrize("action", ["--plan", "--print-config"])
+def test_a_full_disk_is_one_line_for_all_that_is_printed(start, action):
+    with open("/dev/full", "w") as full:
+        process = start(action, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err == "kvjax: cannot write standard output: No space left on device\n"
+
+
+def test_answers_are_utf8_whatever_the_locale(start, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "é日", "prompt": "hello"}', encoding="utf-8")
+    process = start(
+        *("--prompts", str(rows), "--max-new-tokens", "6"), env={"PYTHONIOENCODING": "ascii"}
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["id"] == "é日"
+
+
+@pytest.mark.parametrize("name", ["bogus", "cuda"])
+def test_a_platform_that_jax_cannot_use_is_one_line(start, name):
+    process = start("-p", "hello", env={"JAX_PLATFORMS": name})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith(f"kvjax: JAX cannot use JAX_PLATFORMS='{name}'")
+    assert err.count("\n") == 1
 
 
 def test_a_closed_pipe_ends_quietly(start):
@@ -161,7 +215,9 @@ def test_an_interrupted_record_says_so(decode, monkeypatch, tmp_path, form):
 def test_a_device_that_is_full_is_one_line(decode):
     outcome = decode("-p", "hello", "--max-new-tokens", "6", "-o", "/dev/full")
     assert outcome.code == 2
-    assert outcome.err == "kvjax: cannot write /dev/full: No space left on device\n"
+    assert outcome.err == (
+        "kvjax: cannot write /dev/full: No space left on device; the answer is on standard output\n"
+    )
 
 
 def test_interrupts_leave_the_handler_as_it_was():

@@ -39,6 +39,13 @@ def test_rows_may_be_chats(tmp_path):
     assert read_rows(write(tmp_path, lines))[0].prompt == [{"role": "user", "content": "x"}]
 
 
+def test_a_line_number_is_no_other_row_s_id(tmp_path):
+    lines = b'{"prompt": "a"}\n{"id": "1", "prompt": "b"}\n{\n{"id": 3, "prompt": "c"}\n'
+    lines += b'{"prompt": "d"}\n{"id": "line 3", "prompt": "e"}\n{"id": [], "prompt": "f"}\n'
+    rows = read_rows(write(tmp_path, lines))
+    assert [row.id for row in rows] == ["line 1", "1", "line line 3", 3, 5, "line 3", 7]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -269,7 +269,7 @@ def test_nan_behind_the_stop_is_nobodys():
 
 
 def test_nan_in_the_only_prompt_raises(poisoned):
-    with pytest.raises(kvjax.NumericalError, match=r"row 0: .* NaN .* --dtype float32") as error:
+    with pytest.raises(kvjax.NumericalError, match=r"NaN .* tokens; check the weights") as error:
         decode([[95, *prompts()[0]]], poisoned)
     assert error.value.exit_code == 5
 
@@ -285,7 +285,7 @@ def test_nan_in_a_batch_of_one_among_several_prompts(poisoned, order):
 
 def test_what_does_not_fit_in_memory(monkeypatch):
     module = importlib.import_module("kvjax.decoding.generate")
-    monkeypatch.setattr(module, "device_memory", lambda: 10**6)
+    monkeypatch.setattr(module, "device_memory", lambda: 3 * 10**6)
     with pytest.raises(kvjax.CapacityError, match=r"4 rows of .* pass --batch-size \d+$"):
         decode(prompts(), max_new_tokens=1500)
 
@@ -317,7 +317,9 @@ from tests.decoding import small
 lm = small.lm()
 wrong = {
     "max_new_tokens": [1.5, "6"], "chunk": [2.5, 10**10], "batch_size": [2.5], "seed": [1.5],
-    "top_k": [1.5, True], "temperature": ["hot"], "stop_ids": [["a"]], "recipe": ["full"],
+    "top_k": [1.5, True], "temperature": ["hot"], "recipe": ["full"],
+    "stop_ids": [["a"], 5, [10**12], [True]], "stop_texts": [5], "system_prompt": [3],
+    "thinking": ["on"], "chat": [None], "repetition_stop": [2],
 }
 for name, values in wrong.items():
     for value in values:
@@ -327,6 +329,13 @@ for name, values in wrong.items():
             assert name in str(error), (name, str(error))
         else:
             raise AssertionError((name, value))
+for prompts in ("text", b"text", 5, None, [5], [None], [b"text"]):
+    try:
+        kvjax.generate(lm, prompts)
+    except kvjax.UsageError as error:
+        assert "prompts must be a list" in str(error), (prompts, str(error))
+    else:
+        raise AssertionError(prompts)
 print("refused")
 """
 
@@ -337,3 +346,17 @@ def test_options_of_the_wrong_kind_are_refused():
         [sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "refused\n", done.stderr
+
+
+LIVE = """
+from tests.decoding import small
+import kvjax
+
+events = kvjax.stream(small.lm(), [[3, 5, 7]], max_new_tokens=200)
+next(event for event in events if event.kind == "text")
+"""
+
+
+def test_a_stream_that_is_alive_at_exit_leaves_quietly():
+    done = subprocess.run([sys.executable, "-c", LIVE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

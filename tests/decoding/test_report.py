@@ -186,3 +186,37 @@ def test_memory_of_this_machine():
     used = memory.memory_in_use()
     assert total > 10**8
     assert 10**7 < used["peak_bytes"] < total
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/\n", {"memory.max": "1000"}, [1000]),
+        ("0::/\n", {"memory.max": "max"}, []),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "max", "a/memory.max": "700", "memory.max": "9"},
+            [700, 9],
+        ),
+        ("0::/not/mounted/here\n", {"memory.max": "1000"}, [1000]),
+        ("3:cpu:/a\n2:cpu,memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "5"}, [5]),
+        ("4:memory:/docker/x\n", {"memory/memory.limit_in_bytes": "5\n"}, [5]),
+        ("1:name=systemd:/a:b\n", {"memory.max": "1000"}, []),
+        (None, {"memory.max": "1000"}, []),
+    ],
+)
+def test_memory_that_the_control_group_allows(tmp_path, groups, files, limits):
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert memory.control_group_limits(tmp_path) == limits
+
+
+def test_the_smallest_limit_is_what_there_is(monkeypatch):
+    machine = memory.device_memory()
+    monkeypatch.setattr(memory, "control_group_limits", lambda: [machine // 2, 2**62])
+    assert memory.device_memory() == machine // 2

@@ -9,6 +9,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from safetensors.numpy import load_file
 
+from kvjax import loading
 from kvjax.errors import ModelError
 from kvjax.models.config import ModelConfig
 from kvjax.weights.gguf import SUPPORTED_TYPES, GGUFCheckpoint
@@ -287,6 +288,12 @@ def test_absurd_counts(tmp_path, whole, count):
         started = time.monotonic()
         assert message in refused(path)
         assert time.monotonic() - started < 1
+
+
+def test_layers_that_are_not_there_are_no_shape_to_plan_for(tmp_path):
+    convert("llama", tmp_path, {"block_count": 4000})
+    with pytest.raises(ModelError, match=r"model\.layers\.\S+ .* missing"):
+        loading.read_config(tmp_path / "model.gguf")
 
 
 def test_not_a_gguf_file(tmp_path):

@@ -215,6 +215,13 @@ def test_every_stop_id_counts(directory):
     assert loading.load(directory).defaults.stop_ids == (5, 7, 9)
 
 
+@pytest.mark.parametrize("ids", [1.5, "x", [1, "a"], {"a": 1}, [[1]], True, 10**12])
+def test_stop_ids_that_are_none(directory, ids):
+    write_generation(directory, eos_token_id=ids)
+    with pytest.raises(ModelError, match="eos_token_id must hold token ids, got"):
+        loading.load(directory)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"temperature": -1}, {"top_p": 1.5}, {"top_k": 0.5}, {"min_p": "a"}, {"temperature": True}],
