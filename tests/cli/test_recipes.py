@@ -272,12 +272,12 @@ def test_a_plan_of_every_method_needs_no_weights(decode, model, tmp_path, method
         (tmp_path / name).write_bytes((model / name).read_bytes())
     extra = ["--kv-bits", "kivi2-g8"] if method == "kivi" else []
     outcome = decode(
-        "--plan", "--method", method, *extra, "--memory", "3MiB", "-p", "a", model=tmp_path
+        "--plan", "--method", method, *extra, "--memory", "30MiB", "-p", "a", model=tmp_path
     )
     assert (outcome.code, outcome.err) == (0, "")
     lines = dict(line.split("  ", 1) for line in outcome.out.splitlines())
     assert lines["method"].strip() == method
-    assert lines["memory"].strip() == "3.00 MiB"
+    assert lines["memory"].strip() == "30.00 MiB"
     assert int(lines["largest batch"]) > 8
     assert ("budget" in lines) == (method in EVICTING)
 
