@@ -115,8 +115,9 @@ def settle(
     out = keep & (pos < rows.leaving[:, None])[:, None]
     into = _classes(policy, pos, rows.prompt, recipe, thoughts)
     leave = k.shape[2]
-    if incoming is None:  # at least the recent window stays
-        leave -= recipe.window
+    if incoming is None:  # at least the recent window stays; groups are coded whole
+        together = group((policy,))
+        leave = -(-(leave - recipe.window) // together) * together
     tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, out)]
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
