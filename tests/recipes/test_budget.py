@@ -39,10 +39,9 @@ def tokens(results) -> list[tuple[int, ...]]:
     ("name", "codec"),
     [
         ("rkv", "int4"),
-        ("h2o", "bf16"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8"))
+            for case in (("h2o", "bf16"), ("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8"))
         ),
     ],
 )
@@ -200,7 +199,7 @@ def test_groups_of_tokens_leave_the_recent_window_together():
     assert kv["live_tokens"]["end"] == kv["logical_tokens"] == 50 + NEW - 1
 
 
-@pytest.mark.parametrize("length", [30, 39])
+@pytest.mark.parametrize("length", [30, pytest.param(39, marks=pytest.mark.slow)])
 def test_layers_in_groups_of_tokens_lose_nothing_in_the_others(length):
     """All layers then let tokens go in such groups, and must have the room until then."""
     recipe = recipes.uniform("bf16", page_size=16, layer_codecs=((1, "kivi4-g8"),))

@@ -52,6 +52,7 @@ def until_first_sample(process: subprocess.Popen, out: pathlib.Path) -> pathlib.
     return folder
 
 
+@pytest.mark.slow
 def test_killed_or_interrupted_a_run_goes_on_to_the_same_result(start, tmp_path):
     whole, killed, interrupted = (tmp_path / f"{name}.json" for name in "abc")
     process = start(whole)
