@@ -25,8 +25,8 @@ import kvjax
 from kvjax.cache import ClassGeometry, Geometry
 from kvjax.codecs import KVCodec, kv_codec
 from kvjax.compare import Reference, compare, reference
-from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import rows_of_text, small_model
+from kvjax.eval.record import write_json
+from kvjax.eval.text import record_of_text, rows_of_text, small_model
 from kvjax.recipes import Recipe, uniform
 
 CODECS = (
@@ -100,14 +100,7 @@ def main() -> None:
     print(f"{'codec':23} {'payload':>7} {'slot':>6} {'held':>6} {'bytes':>11}", end="")
     print(f" {'KL':>9} {'p99':>9} {'top-1':>6} {'ppl':>7} {'s':>5}")
     record = {
-        "run": run_record(args.commit),
-        "model": pathlib.Path(lm.source).name,
-        "dtype": "float32",
-        "text": args.text.name,
-        "rows": args.rows,
-        "tokens": args.tokens,
-        "prompt_tokens": args.prompt_tokens,
-        "scored": args.rows * (args.tokens - args.prompt_tokens),
+        **record_of_text(args, lm),
         "by_token": args.by_token,
         "results": [],
     }

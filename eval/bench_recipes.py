@@ -34,7 +34,7 @@ from kvjax.cache.plan import largest_budget, least_budget
 from kvjax.compare import Reference, compare, reference
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import rows_of_text, small_model
+from kvjax.eval.text import record_of_text, rows_of_text, small_model
 from kvjax.recipes import METHODS, Recipe
 
 SHARES = (2, 4, 8, 16)
@@ -144,14 +144,7 @@ def run(args: argparse.Namespace) -> dict:
     tokens = rows_of_text(lm, args.text, args.rows, args.tokens)
     text = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     record = {
-        "run": run_record(args.commit),
-        "model": pathlib.Path(lm.source).name,
-        "dtype": "float32",
-        "text": args.text.name,
-        "rows": args.rows,
-        "tokens": args.tokens,
-        "prompt_tokens": args.prompt_tokens,
-        "scored": args.rows * (args.tokens - args.prompt_tokens),
+        **record_of_text(args, lm),
         "seed": args.seed,
         "by_token": args.by_token,
         "results": [],

@@ -39,7 +39,7 @@ from kvjax.decoding.prefill import prefill_chunk
 from kvjax.errors import UsageError
 from kvjax.eval.bench_recipes import PROTECTED, Planner, variants
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import rows_of_text, small_model
+from kvjax.eval.text import record_of_text, rows_of_text, small_model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, thinkv
@@ -143,13 +143,7 @@ def quality(args: argparse.Namespace) -> None:
     text = sampled(lm, tokens[0], args.prompt_tokens, args.layers)
     expected = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     found = {
-        "run": run_record(args.commit),
-        "model": pathlib.Path(lm.source).name,
-        "dtype": "float32",
-        "text": args.text.name,
-        "rows": args.rows,
-        "tokens": args.tokens,
-        "prompt_tokens": args.prompt_tokens,
+        **record_of_text(args, lm),
         "share": args.share,
         "segmenter": dataclasses.asdict(text.segmenter),
         "kinds": text.kinds(text.segmenter.every),

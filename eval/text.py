@@ -1,10 +1,13 @@
 """Real text for the benchmarks of quality."""
 
+import argparse
 import pathlib
+from typing import Any
 
 import numpy as np
 
 import kvjax
+from kvjax.eval.record import run_record
 from kvjax.fetch_model import default_model_path
 
 CHARACTERS = 12
@@ -17,6 +20,20 @@ def small_model() -> kvjax.LanguageModel:
     if path is None:
         raise SystemExit("needs SmolLM2: python -m kvjax.fetch_model smollm2")
     return kvjax.load(path, dtype="float32")
+
+
+def record_of_text(args: argparse.Namespace, lm: kvjax.LanguageModel) -> dict[str, Any]:
+    """What a benchmark of quality writes beside its figures, from its own arguments."""
+    return {
+        "run": run_record(args.commit),
+        "model": pathlib.Path(lm.source).name,
+        "dtype": "float32",
+        "text": args.text.name,
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "scored": args.rows * (args.tokens - args.prompt_tokens),
+    }
 
 
 def rows_of_text(lm: kvjax.LanguageModel, path: pathlib.Path, rows: int, tokens: int) -> np.ndarray:
