@@ -130,6 +130,7 @@ def peak(recipe) -> int:
         recipe=recipe,
         policy=policies(recipe, config)[0],
         window=None,
+        settles=True,
     )
     state = DecodeState(cache, zero, zero, flag)
     decode = decode_chunk.lower(
