@@ -123,6 +123,7 @@ def test_maintenance(h200, name, selects):
         select=selects and recipe.retention is None,
         closing=selects and recipe.retention is not None,
         demoting=selects and recipe.retention is not None,
+        classes=None,
     )
     assert copied(program, layer.pools) == []
     assert program.aliased >= sum(
