@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -15,20 +14,20 @@ import kvjax
 from kvjax import loading
 from kvjax.command.calibrate_options import CalibrateConfig
 from kvjax.command.compile_cache import keep_compiled_programs
-from kvjax.command.files import check_writable
+from kvjax.command.files import check_matplotlib, check_writable
 from kvjax.command.inputs import prompt_options, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import outline, shape_of_model
 from kvjax.command.prompts import Row, read_rows
 from kvjax.decoding.requests import read_prompt
 from kvjax.errors import CapacityError, KvjaxError, NumericalError, UsageError
+from kvjax.files import write_atomically
 from kvjax.memory import device_memory
 from kvjax.recipes import full
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.say import say
 from kvjax.thoughts.calibration import Calibration
 from kvjax.thoughts.density import Fit, fit
-from kvjax.thoughts.files import write_atomically
 from kvjax.thoughts.record import record
 from kvjax.thoughts.samples import Samples
 
@@ -82,11 +81,8 @@ class _Asked:
 def _check_outputs(config: CalibrateConfig, config_file: str | None) -> None:
     if config.output is None:
         raise UsageError("no output: name the file for the calibration with --out")
-    if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot needs matplotlib: install it with `pip install matplotlib` (or kvjax with its "
-            "extra: `pip install 'kvjax[plot]'`), or drop --plot"
-        )
+    if config.plot is not None:
+        check_matplotlib("--plot")
     named = (config.prompts, config.texts, config.model, config.tokenizer, config_file)
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
     check_writable(config.output, "--out", inputs)

@@ -7,9 +7,8 @@ from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source
 from kvjax.errors import ModelError, UsageError
 from kvjax.recipes import Recipe, thinkv
-from kvjax.recipes.thought_text import with_calibration
 from kvjax.thoughts import Given, Sparsity
-from kvjax.thoughts.calibration import Calibration
+from kvjax.thoughts.calibration import Calibration, by_sparsity
 
 
 def calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
@@ -48,13 +47,11 @@ def _calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
     found = Calibration.shipped(fingerprint)
     if found is None:
         return recipe
-    segmenter = with_calibration(recipe.segmenter, found)
+    corrected = config.sparsity_correction
+    corrected = not config.paper if corrected is None else corrected
+    segmenter = by_sparsity(recipe.segmenter, found, corrected)
     if isinstance(segmenter, Given):
         return recipe
-    corrected = config.sparsity_correction
-    segmenter = dataclasses.replace(
-        segmenter, corrected=not config.paper if corrected is None else corrected
-    )
     return dataclasses.replace(recipe, segmenter=segmenter, **_precision(config))
 
 

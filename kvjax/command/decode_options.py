@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import pathlib
 from typing import Literal
 
 from kvjax.command.options import make_parser, option
@@ -205,6 +206,10 @@ class DecodeConfig:
             raise UsageError("--system-prompt needs the chat template: drop --no-chat-template")
         if self.compare_text and not self.compare:
             raise UsageError("--compare-text is for comparing: pass --compare full as well")
+        if self.trace and pathlib.Path(self.trace).suffix != ".png":
+            raise UsageError(
+                f"--trace draws a PNG: give a name that ends in .png, got {self.trace}"
+            )
         if self.prompts and self.trace:
             raise UsageError("--trace draws one answer: leave it out with --prompts")
         if self.prompts and self.stream:

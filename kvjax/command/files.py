@@ -1,5 +1,6 @@
 """Reading what the user names, with one line that says what is wrong with it."""
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -42,6 +43,19 @@ def read_text(path: str, flag: str) -> str:
     """
     name = "standard input" if path == "-" else path
     return as_text(read_bytes(path, flag), f"{flag}: {name}")
+
+
+def check_matplotlib(flag: str) -> None:
+    """Refuse a picture that could not be drawn.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"{flag} needs matplotlib: install it with `pip install matplotlib` (or kvjax with its "
+            f"extra: `pip install 'kvjax[plot]'`), or drop {flag}"
+        )
 
 
 def check_writable(path: str, flag: str, inputs: tuple[str, ...] = ()) -> None:

@@ -9,7 +9,7 @@ from kvjax.command.calibrated import described_thoughts
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.errors import ROWS_FAILED
-from kvjax.command.files import check_writable
+from kvjax.command.files import check_matplotlib, check_writable
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_answer, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
@@ -30,7 +30,7 @@ from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.report.record import failed, record
 from kvjax.report.say import say
-from kvjax.report.trace import check_drawing, draw
+from kvjax.report.trace import draw
 from kvjax.report.units import size, table
 
 
@@ -43,7 +43,7 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     recipe = given_recipe(config)
     allowed_memory(config)
     if config.trace is not None:
-        check_drawing("--trace", config.trace)
+        check_matplotlib("--trace")
     rows = read_input(config)
     text = read_answer(config)
     named = (

@@ -6,7 +6,6 @@ The constants belong to the model alone: were they taken from a prompt, rows wou
 import contextlib
 import functools
 import hashlib
-import os
 import pathlib
 
 import jax
@@ -17,6 +16,7 @@ import safetensors.numpy
 
 from kvjax.codecs import KeyBasis, key_basis
 from kvjax.fetch_model import cache_folder
+from kvjax.files import write_atomically
 from kvjax.loading import LanguageModel
 from kvjax.models.attention import causal_mask, masked_attention
 from kvjax.models.rope import rotation
@@ -65,9 +65,7 @@ def key_bases(lm: LanguageModel) -> tuple[KeyBasis, ...]:
     }
     with contextlib.suppress(OSError):  # then it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{os.getpid()}-{path.name}")
-        safetensors.numpy.save_file(arrays, part)
-        os.replace(part, path)
+        write_atomically(path, safetensors.numpy.save(arrays))
     return bases
 
 

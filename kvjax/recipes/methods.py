@@ -5,8 +5,8 @@ from kvjax.compress import Selector
 from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
 from kvjax.errors import UsageError
 from kvjax.recipes.recipe import Recipe
-from kvjax.thoughts import Given, Retention, Segmenter, Sparsity
-from kvjax.thoughts.calibration import Calibration
+from kvjax.thoughts import Given, Retention, Segmenter
+from kvjax.thoughts.calibration import Calibration, by_sparsity
 
 DECODING_BUDGET = 1024
 """Tokens a KV head of the recipes that evict, unless one is given."""
@@ -108,12 +108,7 @@ def thinkv(
     if calibration is not None and segmenter is not None:
         raise UsageError("calibration and segmenter exclude each other: give one of them")
     if calibration is not None and calibration.thresholds is not None:
-        segmenter = Sparsity(
-            calibration.layers,
-            calibration.thresholds,
-            corrected=not paper,
-            fingerprint=calibration.fingerprint,
-        )
+        segmenter = by_sparsity(Given("R"), calibration, corrected=not paper)
     few = ("nvfp4", "nvfp4", "ternary") if paper else ("int4", "int4", "int2")
     codecs = few if segmenter is not None else few[:1] * 3
     given = {"codec": "int4", "prompt_codec": "bf16" if paper else "int8"} | options

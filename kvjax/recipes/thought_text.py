@@ -1,12 +1,11 @@
 """The parts of ``thinkv`` from texts, as a command line or a file has them."""
 
-import dataclasses
 from typing import Any
 
 from kvjax.codecs import kv_codec
 from kvjax.errors import UsageError
 from kvjax.thoughts import KINDS, Given, Retention, Segmenter, Sparsity
-from kvjax.thoughts.calibration import Calibration
+from kvjax.thoughts.calibration import Calibration, by_sparsity
 
 SEGMENTER_FIELDS = ("calibration", "kinds", "segment_tokens", "covers", "corrected")
 RETENTION_FIELDS = ("schedule", "chooser", "shared", "at", "forget")
@@ -42,19 +41,6 @@ def thinkv_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def with_calibration(segmenter: Segmenter, found: Calibration) -> Segmenter:
-    """The same segments, told apart as a calibration says; as before where it found no way."""
-    if found.thresholds is None:
-        return segmenter
-    return Sparsity(
-        found.layers,
-        found.thresholds,
-        every=segmenter.every,
-        covers=segmenter.covers,
-        fingerprint=found.fingerprint,
-    )
-
-
 def _segmenter(parts: dict[str, Any], *, paper: bool) -> Segmenter | None:
     """None if nothing says that it is to be another than the method's own."""
     calibration, kinds, corrected = (
@@ -73,12 +59,13 @@ def _segmenter(parts: dict[str, Any], *, paper: bool) -> Segmenter | None:
             calibration = Calibration.load(calibration)
         except UsageError as error:
             raise UsageError(f"calibration: {error}") from error
-    told = plain if calibration is None else with_calibration(plain, calibration)
-    if isinstance(told, Sparsity):
-        return dataclasses.replace(told, corrected=not paper if corrected is None else corrected)
+    if calibration is not None:
+        told = by_sparsity(plain, calibration, not paper if corrected is None else corrected)
+        if isinstance(told, Sparsity):
+            return told
     if corrected is not None:
         raise UsageError("corrected has no effect without a calibration that tells thoughts apart")
-    return None if kinds is None and not common else told
+    return None if kinds is None and not common else plain
 
 
 def _schedule(text: str) -> tuple[int, ...]:

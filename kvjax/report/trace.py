@@ -1,29 +1,15 @@
 """A picture of one run: what the cache held, step by step."""
 
-import os
+import io
 import pathlib
 
 import numpy as np
 
 from kvjax.decoding.events import History
-from kvjax.errors import UsageError
+from kvjax.files import write_atomically
 
 COLORS = {"R": "#1f6f8b", "E": "#7fb069", "T": "#d1495b"}
 NAMES = {"R": "reasoning", "E": "execution", "T": "transition"}
-
-
-def check_drawing(flag: str, path: str) -> None:
-    """Refuse a picture that could not be made.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the file has another ending than .png.
-    """
-    if pathlib.Path(path).suffix != ".png":
-        raise UsageError(f"{flag} draws a PNG: give a name that ends in .png, got {path}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{flag} needs matplotlib: pip install 'kvjax[plot]'") from error
 
 
 def draw(history: History, title: str, path: str) -> None:
@@ -52,12 +38,9 @@ def draw(history: History, title: str, path: str) -> None:
         for axes in (slots, held):
             axes.legend(frameon=False, fontsize=8, loc="upper left")
             axes.spines[["top", "right"]].set_visible(False)
-        part = pathlib.Path(path).with_name(f".{os.getpid()}-{pathlib.Path(path).name}")
-        try:
-            figure.savefig(part, dpi=130, format="png")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        content = io.BytesIO()
+        figure.savefig(content, dpi=130, format="png")
+        write_atomically(pathlib.Path(path), content.getvalue())
     finally:
         plt.close(figure)
 

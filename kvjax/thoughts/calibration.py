@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import UsageError
-from kvjax.thoughts.files import write_atomically
+from kvjax.files import write_atomically
+from kvjax.thoughts.segmenters import Segmenter, Sparsity
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -138,6 +139,20 @@ class Calibration:
                 f"the calibration is for a model of {len(self.trimodal)} layers and this one has "
                 f"{num_layers}; make one: {COMMAND}"
             )
+
+
+def by_sparsity(segmenter: Segmenter, found: Calibration, corrected: bool) -> Segmenter:
+    """The same segments, told apart as a calibration says; as before where it found no way."""
+    if found.thresholds is None:
+        return segmenter
+    return Sparsity(
+        found.layers,
+        found.thresholds,
+        every=segmenter.every,
+        covers=segmenter.covers,
+        corrected=corrected,
+        fingerprint=found.fingerprint,
+    )
 
 
 def _fields(content: bytes) -> dict[str, Any]:

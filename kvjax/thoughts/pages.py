@@ -11,12 +11,10 @@ from kvjax.cache.slots import evict, replace_class
 from kvjax.compress.attention import group_attention
 from kvjax.compress.context import Context
 from kvjax.thoughts.retention import Retention, survivals
+from kvjax.thoughts.sparsity import NEGLIGIBLE
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.read import plain_keys, plain_slot_keys
-
-SMALL = 0.01
-"""An attention weight counts as none below this share of the largest (ThinKV, section 3)."""
 
 
 def last_sparsity(
@@ -64,7 +62,7 @@ def _share_below(
     row = jnp.arange(len(pos), dtype=jnp.int32)[:, None]
     whole = jnp.zeros_like(weight).at[row, token].add(weight)
     real = jnp.zeros_like(first).at[row, token].max(pos < jnp.iinfo(jnp.int32).max)
-    small = real & (whole < SMALL * whole.max(-1, keepdims=True))
+    small = real & (whole < NEGLIGIBLE * whole.max(-1, keepdims=True))
     below, there = (mask.sum(-1).astype(jnp.float32) for mask in (small, real))
     if corrected:
         seen = length.astype(jnp.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.errors import UsageError
-from kvjax.thoughts.files import write_atomically
+from kvjax.files import write_atomically
 
 _RUN = "run.json"
 _SAMPLE = re.compile(r"(\d+)\.npy")

@@ -1,5 +1,6 @@
 """The command as a process of its own: signals, pipes, terminals and full disks."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -168,11 +169,9 @@ def test_a_terminal_gets_progress_text_and_figures(start):
     process = start("-p", "hello", "--max-new-tokens", "40", stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
-    try:
+    with contextlib.suppress(OSError):  # the other end is closed
         while piece := os.read(main_end, 4096):
             shown += piece
-    except OSError:  # the other end is closed
-        pass
     os.close(main_end)
     assert process.wait(timeout=60) == 0
     progress, text = shown.decode().rsplit("\x1b[K", 1)

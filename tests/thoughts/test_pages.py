@@ -233,7 +233,7 @@ def softmax_after_the_mean(text: str) -> str:
 
 
 def tenth_of_a_percent(text: str) -> str:
-    return text.replace("SMALL *", "0.001 *")
+    return text.replace("NEGLIGIBLE *", "0.001 *")
 
 
 def first_query(text: str) -> str:
