@@ -99,6 +99,11 @@ def ablations(text: Sampled) -> Iterator[tuple[str, str, Recipe]]:
     yield "default", "", of()
     yield "paper", "", thinkv(segmenter=own, paper=True)
     yield "one kind of thought", "4 bits", thinkv()
+    for chooser in ("strided", "random", "attention"):
+        kept = Retention(chooser=chooser)
+        yield "one kind of thought", f"tokens chosen {chooser}", thinkv(retention=kept)
+    kept = Retention(shared=True)
+    yield "one kind of thought", "tokens shared by the heads", thinkv(retention=kept)
     kinds = text.kinds(own.every)
     shuffled = "".join(random.Random(0).sample(kinds, len(kinds)))
     yield "labels", "shuffled", of(Given(shuffled))
