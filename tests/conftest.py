@@ -13,6 +13,7 @@ CHECKED = (
     "kvjax.codecs",
     "kvjax.compress",
     "kvjax.decoding",
+    "kvjax.matching",
     "kvjax.models.attention",
     "kvjax.models.decoder",
     "kvjax.models.experts",

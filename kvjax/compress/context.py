@@ -26,6 +26,12 @@ class Context:
         query_pos: logical position of each query; -1: there is none, and it may be NaN.
         mass: attention probability that a slot has received so far, summed over queries and over
             the query heads of the group, for selectors with ``needs_mass``.
+        v: values, for attention matching.
+        segment: number of the segment that a slot's token is in, growing with its position, for
+            selectors with ``needs_segments``.
+        must: what stays whatever its score, for selectors that share out a budget; None: nothing.
+        room: tokens that a KV head may hold after the selection, those of ``must`` included, for a
+            whole row or for each of its heads.
         layer: index of the layer.
         scale: factor of the attention logits.
     """
@@ -39,6 +45,10 @@ class Context:
     queries: Float[Array, "B N Hq D"] | None = None
     query_pos: Int[Array, "B N"] | None = None
     mass: Float[Array, "B Hkv S"] | None = None
+    v: Float[Array, "B Hkv S D"] | None = None
+    segment: Int[Array, "B Hkv S"] | None = None
+    must: Bool[Array, "B Hkv S"] | None = None
+    room: Int[Array, " B"] | Int[Array, "B Hkv"] | None = None
     layer: Int[Array, ""] | int = 0
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 

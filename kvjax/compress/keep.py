@@ -27,7 +27,7 @@ def keep_mask(
     live: Bool[Array, "B Hkv S"],
     pos: Int[Array, "B Hkv S"],
     must: Bool[Array, "B Hkv S"],
-    budget: int | Int[Array, ""] | Int[Array, " B"],
+    budget: int | Int[Array, ""] | Int[Array, " B"] | Int[Array, "B Hkv"],
 ) -> Bool[Array, "B Hkv S"]:
     """The slots of every KV head that stay.
 
@@ -40,8 +40,8 @@ def keep_mask(
         live: where a token is. Nothing else stays.
         pos: logical positions.
         must: where a token stays whatever its score.
-        budget: tokens that a KV head may keep, for all rows or for each one. Above the number of
-            live slots, all stay.
+        budget: tokens that a KV head may keep, for all rows, for each one or for each of its
+            heads. Above the number of live slots, all stay.
     """
     unknown = jnp.isnan(scores)
     must = must & live
@@ -50,5 +50,6 @@ def keep_mask(
     keys = rank_class, -jnp.where(unknown, 0, scores), -pos
     *_, order = jax.lax.sort((*keys, slot), dimension=2, num_keys=3)
     rank = jnp.argsort(order, axis=2)
-    room = jnp.reshape(jnp.asarray(budget, jnp.int32), (-1, 1, 1))
+    room = jnp.asarray(budget, jnp.int32)
+    room = room[:, :, None] if room.ndim == 2 else room.reshape(-1, 1, 1)
     return must | (live & (rank < room))

@@ -1,0 +1,50 @@
+"""How a budget is shared out over segments."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+HALVINGS = 48
+
+
+def quotas(
+    shares: Float[Array, " m"], available: Int[Array, " m"], total: Int[Array, ""]
+) -> Int[Array, " m"]:
+    """Whole numbers in proportion to shares that add up to ``min(total, sum of available)``.
+
+    ``x_i = clip(c * share_i, 1, available_i)``, with the one ``c`` for which they add up; then
+    whole numbers by largest remainder, the first of equal ones first. Where no limit is met this
+    is ``total * share_i / sum of shares``. If there are more segments than ``total``, only that
+    many of them, those with the largest shares, have 1 as their least.
+
+    Args:
+        shares: at least 0.
+        available: the most that each may get; where it is 0 there is no segment.
+        total: what is shared out.
+    """
+    there = available > 0
+    total = jnp.minimum(jnp.maximum(total, 0), available.sum())
+    shares = jnp.where(there, shares, 0)
+    shares = shares / jnp.maximum(shares.max(), 1e-30)
+    shares = jnp.where(there, jnp.maximum(shares, 1e-6), 0)  # or what is left might find no taker
+    least = (there & (_rank(-shares) < total)).astype(jnp.int32)
+    low, high = least.astype(jnp.float32), available.astype(jnp.float32)
+
+    def at(log_factor):
+        return jnp.clip(jnp.exp(log_factor) * shares, low, high)
+
+    def halve(_, bracket):
+        middle = bracket.mean()
+        below = at(middle).sum() <= total.astype(jnp.float32)
+        return jnp.where(below, jnp.stack([middle, bracket[1]]), jnp.stack([bracket[0], middle]))
+
+    most = jnp.log(1e6 * jnp.float32(max(len(shares), 2)) ** 2)
+    bracket = jnp.stack([jnp.log(jnp.float32(1e-9)), most])
+    exact = at(jax.lax.fori_loop(0, HALVINGS, halve, bracket)[1])
+    whole = jnp.floor(exact).astype(jnp.int32)
+    remainder = jnp.where(whole < available, exact - whole.astype(jnp.float32), -1)
+    return whole + (_rank(-remainder) < total - whole.sum()).astype(jnp.int32)
+
+
+def _rank(keys: Float[Array, " m"]) -> Int[Array, " m"]:
+    return jnp.argsort(jnp.argsort(keys, stable=True)).astype(jnp.int32)
