@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import init_cache, plan
+from kvjax.cache import plan
 from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket
-from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import Held, force_chunk, force_together, held
 from kvjax.decoding.generate import NARROWEST
 from kvjax.decoding.maintain import maintain
@@ -244,6 +244,7 @@ def compare(
     ids, prompt_tokens = tokens.ids, tokens.prompt_tokens
     rows, total = ids.shape
     planned = _plan(lm, recipe, rows, prompt_tokens, total)
+    recipe = planned.recipe
     scores = _Scores(lm, tokens, planned)
     cache, logits = _read_prompt(lm, ids[:, :prompt_tokens], planned, recipe, seed)
     scores.add(logits[None], held(cache))
@@ -270,8 +271,7 @@ def _plan(lm: LanguageModel, recipe: Recipe, rows: int, prompt: int, total: int)
 def _read_prompt(lm: LanguageModel, ids: np.ndarray, planned: Plan, recipe: Recipe, seed: int):
     """The cache and the logits after the prompt."""
     rows, total = ids.shape
-    bases = key_bases(lm) if planned.geometry.constant_bytes else None
-    cache = init_cache(planned.geometry, bases)
+    cache = empty_cache(lm, planned.geometry)
     logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
     for start in range(0, total, PREFILL_CHUNK):
         piece = ids[:, start : start + PREFILL_CHUNK]

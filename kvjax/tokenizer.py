@@ -92,6 +92,11 @@ class Tokenizer:
         """The text, without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def texts(self) -> list[str]:
+        """What every token decodes to on its own, special ones to nothing."""
+        alone = [[index] for index in range(self.vocab_size)]
+        return self._backend.decode_batch(alone, skip_special_tokens=True)
+
     def detokenizer(self) -> "Detokenizer":
         """A fresh streaming decoder."""
         return Detokenizer(self._backend, self._special)

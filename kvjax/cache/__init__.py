@@ -3,7 +3,16 @@
 from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
-from kvjax.cache.slots import append, compact, evict, reserve, reserve_layer, reset_rows, store
+from kvjax.cache.slots import (
+    append,
+    compact,
+    evict,
+    reserve,
+    reserve_layer,
+    reset_rows,
+    revalue,
+    store,
+)
 
 __all__ = [
     "ClassGeometry",
@@ -22,5 +31,6 @@ __all__ = [
     "reserve",
     "reserve_layer",
     "reset_rows",
+    "revalue",
     "store",
 ]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
+from kvjax.cache.ledger import Ledger
 from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
 from kvjax.thoughts.state import Thoughts, no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages
@@ -68,6 +69,7 @@ class KVCache:
             are others.
         crowded: tokens (of one layer and KV head each) that found no slot in their own class.
         thoughts: what is known of the rows' thoughts, where they are told apart.
+        ledger: what is noted of the rows' text, where a selector looks for paragraphs.
     """
 
     layers: tuple[LayerCache, ...]
@@ -76,6 +78,7 @@ class KVCache:
     stored: Int[Array, " B"]
     crowded: Int[Array, " B"]
     thoughts: Thoughts | None = None
+    ledger: Ledger | None = None
 
     def nbytes(self) -> int:
         """Bytes of every buffer."""
@@ -107,7 +110,11 @@ class KVCache:
         return found
 
 
-def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = None) -> KVCache:
+def init_cache(
+    geometry: Geometry,
+    bases: Sequence[KeyBasis | None] | None = None,
+    newlines: UInt8[Array, " V"] | None = None,
+) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
 
     Free slots are zero, not unset: an attention weight of zero must not meet a NaN.
@@ -115,6 +122,7 @@ def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = Non
     Args:
         geometry: the shapes.
         bases: each layer's key mean and balance, for codecs that use them; neutral if None.
+        newlines: of every token of the vocabulary, for the ledger; none has any if None.
     """
     bases = bases or (None,) * len(geometry.layers)
     layers = tuple(
@@ -123,7 +131,15 @@ def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = Non
     )
     zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
     thoughts = no_thoughts(geometry.rows, geometry.segments) if geometry.segments else None
-    return KVCache(layers, *zero, thoughts)
+    return KVCache(layers, *zero, thoughts, _init_ledger(geometry, newlines))
+
+
+def _init_ledger(geometry: Geometry, newlines) -> Ledger | None:
+    if not geometry.noted:
+        return None
+    flags = jnp.zeros((geometry.rows, geometry.noted), jnp.uint8)
+    none = jnp.zeros(geometry.vocab_size, jnp.uint8)
+    return Ledger(flags, none if newlines is None else none.at[: len(newlines)].set(newlines))
 
 
 def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None) -> LayerCache:

@@ -53,6 +53,8 @@ class Geometry:
 
     Attributes:
         segments: segments of a row's answer, at most, whose thoughts are told apart.
+        noted: tokens of a row, at most, whose newlines are noted; 0: none are.
+        vocab_size: where they are, the tokens that there are.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -62,6 +64,8 @@ class Geometry:
     head_dim: int
     dtype: DTypeLike
     segments: int = 0
+    noted: int = 0
+    vocab_size: int = 0
 
     @classmethod
     def full(
@@ -103,7 +107,7 @@ class Geometry:
 
     @property
     def table_bytes(self) -> int:
-        """Block tables, free lists and counters."""
+        """Block tables, free lists, counters and ledger."""
         return self.nbytes - self.pool_bytes - self.constant_bytes - self.query_bytes
 
     @property
@@ -124,13 +128,13 @@ class Geometry:
 
     @property
     def row_bytes(self) -> int:
-        """The most that a row can take: its pages, their table entries, and its last queries."""
+        """The most that a row can take: its pages, their table entries, last queries and ledger."""
         pages = sum(
             shape.pages_per_head * each
             for layer, held in zip(self.layers, self.page_bytes, strict=True)
             for shape, each in zip(layer.classes, held, strict=True)
         )
-        return pages * self.num_kv_heads + self.query_bytes // self.rows
+        return pages * self.num_kv_heads + self.query_bytes // self.rows + self.noted
 
     def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
         """One slot of a class, by what it holds."""

@@ -39,6 +39,7 @@ class Plan:
     """A cache's geometry for a request, and what surrounds it in memory.
 
     Attributes:
+        recipe: how the cache is kept, with a number for a share of the longest row.
         tokens: the longest that a row can get, prompt padding included.
         parameter_bytes: the model's weights.
         memory_bytes: what there is, or None where that is not known.
@@ -142,7 +143,8 @@ def _counted(number: int, what: str) -> str:
 def _budget(recipe: Recipe) -> str:
     """What the recipe keeps, in words."""
     shared = isinstance(recipe.budget, float)
-    tokens = f"{recipe.budget:g} of the tokens read" if shared else f"{recipe.budget:,} tokens"
+    share = f"{recipe.budget:g} of the tokens {recipe.share_of}"
+    tokens = share if shared else f"{recipe.budget:,} tokens"
     if recipe.retention is not None:
         left = ", ".join(map(str, recipe.retention.schedule))
         prompt = "" if recipe.selector is None else f" (at most {recipe.prompt_budget} tokens)"
@@ -152,6 +154,8 @@ def _budget(recipe: Recipe) -> str:
             f"the prompt{prompt}"
         )
     when = f"every {recipe.every} steps" if recipe.every else "while the prompt is read"
+    if recipe.once and recipe.every:
+        when = f"once, after {recipe.every} steps"
     stay = f"the first {recipe.sinks} and the last {max(recipe.recent, recipe.window)} stay"
     prompt = ", and all of the prompt" if recipe.spares_prompt else ""
     chosen = type(recipe.selector).__name__
@@ -179,6 +183,7 @@ def plan(
     """
     prompt = padded_prompt(prompt_tokens)
     tokens = min(prompt + max_new_tokens, config.context_length)
+    recipe = recipe.for_longest(tokens)
     segments = 0
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
@@ -194,6 +199,8 @@ def plan(
         head_dim=config.head_dim,
         dtype=jnp.dtype(dtype),
         segments=segments,
+        noted=tokens if recipe.needs_segments else 0,
+        vocab_size=config.vocab_size if recipe.needs_segments else 0,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
@@ -335,5 +342,7 @@ def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, promp
     # Between two selections nothing is evicted.
     always = recipe.every and set(PHASES[1:]) <= set(recipe.compress)
     apart = max(recipe.every, recipe.tick) if always else tokens - prompt
+    if always and recipe.once:
+        apart = max(apart, tokens - prompt - recipe.every)
     spared = prompt if recipe.spares_prompt else 0
     return min(max(recipe.most(tokens), spared + recipe.floor) + apart, tokens)

@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.cache.cache import KVCache, LayerCache
 from kvjax.cache.pages import give_pages, take_pages
-from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values
+from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values, plain_keys
 from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
 
@@ -75,6 +75,7 @@ def store(
     pos: Int[Array, "B T"],
     keep: Bool[Array, "B Hkv T"],
     mass: Float[Array, "B Hkv T"] | None = None,
+    bias: Float[Array, "B Hkv T"] | None = None,
 ) -> tuple[LayerCache, Bool[Array, "B Hkv T"]]:
     """Code tokens and put them into free slots of a class: of pages owned, then of new ones.
 
@@ -85,6 +86,7 @@ def store(
         pos: logical positions.
         keep: which tokens each KV head keeps; the others may hold anything.
         mass: attention that they have received so far.
+        bias: log-mass of those that stand for more or less than themselves.
 
     Returns:
         The layer, and which of the tokens found a slot.
@@ -102,6 +104,9 @@ def store(
     shared = {name: part for name, part in coded.items() if name not in ("k", "v")}
     pool = write_slots(pool, pages, slots, coded["k"], coded["v"], pos, **shared, mass=mass)
     placed = keep & (pages != SCRATCH_PAGE)
+    if bias is not None:
+        own = pool.bias.at[pages, slots].set(jnp.where(placed, bias, -jnp.inf))
+        pool = dataclasses.replace(pool, bias=own)
     return replace_class(layer, index, pools=pool, tables=table, free=free), placed
 
 
@@ -129,6 +134,50 @@ def evict(
     return replace_class(layer, index, pools=pool, tables=table, free=free)
 
 
+def revalue(
+    layer: LayerCache,
+    index: int,
+    pages: Int[Array, "B Hkv T"],
+    slots: Int[Array, "B Hkv T"],
+    v: Float[Array, "B Hkv T D"],
+    bias: Float[Array, "B Hkv T"],
+) -> LayerCache:
+    """Give tokens of a class other values and biases, in place; their keys stay as they are.
+
+    Args:
+        index: the class, none whose tokens share scales.
+        pages: where they are; the scratch page for what is no token.
+        slots: the slot in the page.
+        v: values as the model knows them.
+        bias: log-mass.
+    """
+    pool, codec = layer.pools[index], layer.codecs[index]
+    there = pages != SCRATCH_PAGE
+    v = jnp.where(there[..., None], v, 0)
+    if codec.rotate:
+        v = code_values(codec, v)
+    coded = codec.v.encode(v)
+    parts = {"v": coded.codes.astype(pool.v.dtype), "v_scale": coded.scale, "v_zero": coded.zero}
+    stored = {}
+    for name, new in parts.items():
+        if new is not None:
+            channel = jnp.arange(new.shape[-1], dtype=jnp.int32)
+            at = getattr(pool, name).at[pages[..., None], channel, slots[..., None]]
+            stored[name] = at.set(new.astype(getattr(pool, name).dtype))
+    own = pool.bias.at[pages, slots].set(jnp.where(there, bias, -jnp.inf))
+    return replace_class(layer, index, pools=dataclasses.replace(pool, bias=own, **stored))
+
+
+def as_stored(
+    layer: LayerCache, index: int, k: Float[Array, "B Hkv T D"]
+) -> Float32[Array, "B Hkv T D"]:
+    """Keys as they would be read once a class had stored them."""
+    pool, codec = layer.pools[index], layer.codecs[index]
+    basis = KeyBasis(pool.mean, pool.balance)
+    coded = codec.k.encode(code_keys(codec, basis, k))
+    return plain_keys(codec, basis, codec.k.decode(coded))
+
+
 def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
     """Empty some rows and give back all their pages, so that they can start again."""
     layers = []
@@ -146,6 +195,9 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         name: jnp.where(rows, 0, getattr(cache, name))
         for name in ("length", "prompt", "stored", "crowded")
     }
+    if cache.ledger is not None:
+        flags = jnp.where(rows[:, None], jnp.uint8(0), cache.ledger.flags)
+        counters["ledger"] = dataclasses.replace(cache.ledger, flags=flags)
     if cache.thoughts is not None:
         none = no_thoughts(*cache.thoughts.kind.shape)
         counters["thoughts"] = jax.tree.map(

@@ -68,6 +68,9 @@ class Selector(Protocol):
         needs_queries: how many of the last queries it reads.
         needs_mass: whether it reads ``Context.mass``.
         needs_keys: whether it reads ``Context.k`` for more than the logits of queries.
+
+    One that reads ``Context.segment`` has a ``needs_segments`` as well, and one that tells which
+    tokens must stay as they are when others are matched has a ``choose`` (see ``SegmentQuotas``).
     """
 
     @property

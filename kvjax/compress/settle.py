@@ -6,40 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.cache import LayerCache, query_positions
+from kvjax.cache.cache import LayerCache
 from kvjax.cache.slots import append, evict, reserve_layer, store
-from kvjax.compress.context import Context
-from kvjax.compress.keep import keep_mask, protected
 from kvjax.compress.policy import Policy, group
+from kvjax.compress.refit import change_tokens, store_change, tidied
+from kvjax.compress.selection import Candidates, Rows, in_window, selection
 from kvjax.recipes import Recipe
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels import SCRATCH_PAGE
-from pallas_kernels.read import plain_keys
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Where each row stands.
-
-    Attributes:
-        before: logical length when the first class was last written in whole: what came since is
-            ``Incoming``, if anything is.
-        length: logical length now.
-        prompt: the prompt's length, as far as it has been read.
-        stored: positions below have left the recent window already.
-        leaving: positions below leave it now.
-        select: rows whose tokens are selected; the others keep all.
-        seed: of selectors that draw.
-    """
-
-    before: Int[Array, " B"]
-    length: Int[Array, " B"]
-    prompt: Int[Array, " B"]
-    stored: Int[Array, " B"]
-    leaving: Int[Array, " B"]
-    select: Bool[Array, " B"]
-    seed: Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -107,24 +81,32 @@ def settle(
     pos, k, v, mass = _candidates(layer, rows, incoming)
     there = pos < rows.length[:, None]
     keep = jnp.broadcast_to(there[:, None], k.shape[:3])
-    selects = select and policy.keeps == "budget" and recipe.selector is not None
-    if policy.keeps == "window" or selects:
-        kept, keep = _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass)
-        for c, mask in enumerate(kept, 1):
-            layer = evict(layer, c, mask)
-    out = keep & (pos < rows.leaving[:, None])[:, None]
     into = _classes(policy, pos, rows.prompt, recipe, thoughts)
+    leaves, bias = pos < rows.leaving[:, None], None
+    if policy.keeps == "window":
+        kept, keep = in_window(layer, rows, window, pos, keep)
+        layer = _evict(layer, kept)
+    elif select and policy.keeps == "budget" and recipe.selector is not None:
+        there = Candidates(pos, k, v, keep, mass, into, leaves)
+        kept, keep, change = selection(layer, index, recipe, scale, rows, there)
+        if change is not None:
+            layer = store_change(layer, change)
+            v, bias = change_tokens(change, sum(mask[0, 0].size for mask in kept), v)
+        layer = _evict(layer, kept)
+    out = keep & leaves[:, None]
     leave = k.shape[2]
     if incoming is None:  # at least the recent window stays; groups are coded whole
         together = group((policy,))
         leave = -(-(leave - recipe.window) // together) * together
-    tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, out)]
+    tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, bias, out)]
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
+    if recipe.once and incoming is None and select:
+        layer = tidied(layer)  # nothing else will take the slots that have come free
     return _renew(layer, rows, incoming), crowded
 
 
-def _place(layer, recipe, places, into, pos, k, v, mass, out):
+def _place(layer, recipe, places, into, pos, k, v, mass, bias, out):
     """Store tokens in their classes; where one is full, the recipe says what gives way."""
     crowded = jnp.zeros(len(pos), jnp.int32)
     left = jnp.zeros(out.shape, bool)
@@ -132,12 +114,12 @@ def _place(layer, recipe, places, into, pos, k, v, mass, out):
         mine = out & (into == c)[:, None]
         if recipe.when_full == "next":
             mine |= left
-        layer, placed = store(layer, c, k, v, pos, mine, mass)
+        layer, placed = store(layer, c, k, v, pos, mine, mass, bias)
         left = mine & ~placed
         crowded += left.sum((1, 2), dtype=jnp.int32)
         if recipe.when_full == "evict":
             layer = _make_room(layer, c, recipe.sinks, left.sum(-1, dtype=jnp.int32))
-            layer, _ = store(layer, c, k, v, pos, left, mass)
+            layer, _ = store(layer, c, k, v, pos, left, mass, bias)
     return layer, crowded
 
 
@@ -177,67 +159,10 @@ def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
     return pos, k, v, None if mass is None else jnp.take_along_axis(mass, at, 2)
 
 
-def _select(layer, index, recipe, policy, scale, window, rows, pos, k, keep, mass):
-    """Masks of what stays: for each class its slots, and of the candidates."""
-    pools, tables = layer.pools[1:], layer.tables[1:]
-    shapes = [(*table.shape, pool.page_size) for pool, table in zip(pools, tables, strict=True)]
-    flat = (*keep.shape[:2], -1)
-
-    def joined(parts, last):
-        return jnp.concatenate([*(part.reshape(flat) for part in parts), last], -1)
-
-    bias = joined(
-        [pool.bias[table] for pool, table in zip(pools, tables, strict=True)],
-        jnp.where(keep, 0.0, -jnp.inf),
-    )
-    everywhere = joined(
-        [pool.pos[table] for pool, table in zip(pools, tables, strict=True)],
-        jnp.broadcast_to(pos[:, None], keep.shape),
-    )
-    live = bias > -jnp.inf
-    if policy.keeps == "window":
-        stay = everywhere > (rows.length - window)[:, None, None]  # nothing can see the others
-    else:
-        ctx = Context(
-            bias=bias,
-            pos=everywhere,
-            length=rows.length,
-            prompt=rows.prompt,
-            seed=rows.seed,
-            k=_keys(layer, recipe, k),
-            queries=layer.queries,
-            query_pos=None if layer.queries is None else query_positions(layer, rows.length),
-            mass=None
-            if mass is None
-            else joined([p.mass[t] for p, t in zip(pools, tables, strict=True)], mass),
-            layer=jnp.asarray(index, jnp.int32),
-            scale=scale,
-        )
-        must = protected(
-            ctx,
-            sinks=recipe.sinks,
-            recent=max(recipe.recent, recipe.window),
-            prompt=recipe.spares_prompt,
-        )
-        must |= everywhere >= rows.leaving[:, None, None]
-        stay = keep_mask(recipe.selector(ctx), live, everywhere, must, recipe.room(rows.length))
-        stay |= ~rows.select[:, None, None]
-    stay &= live
-    sizes = [shape[2] * shape[3] for shape in shapes]
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    *parts, last = jnp.split(stay, ends, -1)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], last
-
-
-def _keys(layer: LayerCache, recipe: Recipe, k):
-    """Keys of all classes and of the candidates, where the selector reads them."""
-    if not (recipe.selector.needs_keys or recipe.selector.needs_queries):
-        return None
-    stored = [
-        plain_keys(pool, table, k.dtype).reshape(*k.shape[:2], -1, k.shape[3])
-        for pool, table in zip(layer.pools[1:], layer.tables[1:], strict=True)
-    ]
-    return jnp.concatenate([*stored, k], 2)
+def _evict(layer: LayerCache, kept: list[Bool[Array, "B Hkv P page"]]) -> LayerCache:
+    for c, mask in enumerate(kept, 1):
+        layer = evict(layer, c, mask)
+    return layer
 
 
 def _classes(

@@ -187,8 +187,12 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
         return out[:, None].astype(q.dtype), layer
 
     hidden, layers = model(token[:, None], position[:, None], attend, cache.layers)
+    ledger = cache.ledger
+    if ledger is not None:
+        ledger = ledger.note(token[:, None], position[:, None], active[:, None])
     length = position + active.astype(jnp.int32)
-    return model.logits(hidden[:, 0]), dataclasses.replace(cache, layers=layers, length=length)
+    cache = dataclasses.replace(cache, layers=layers, length=length, ledger=ledger)
+    return model.logits(hidden[:, 0]), cache
 
 
 def _within_the_step(q, layer: LayerCache):

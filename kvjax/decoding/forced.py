@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import KVCache, reserve
 from kvjax.cache import held as held_by_rows
 from kvjax.decoding.chunk import DecodeState, decode_token
+from kvjax.decoding.notes import note_prompt
 from kvjax.decoding.prefill import begin, read_layers
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import rms_norm
@@ -91,6 +92,7 @@ def force_together(
         model.embed, cache.length, cache.stored, tokens, count, 0, config=config, recipe=recipe
     )
     rows = dataclasses.replace(rows, prompt=cache.prompt)  # these tokens are none of it
+    cache = note_prompt(cache, tokens, count)
     x, cache = read_layers(model, cache, x, angles, rows, recipe, settles=False)
     state = dataclasses.replace(state, cache=cache, left=state.left - count)
     return state, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)

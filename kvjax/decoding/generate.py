@@ -1,5 +1,6 @@
 """The loop on the host: dispatches chunks, and reads each while the next one runs."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -7,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import init_cache, plan
+from kvjax.cache import plan
 from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket, padded_prompt
 from kvjax.decoding.batch import Batch
-from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
 from kvjax.decoding.clock import Clock
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
@@ -190,6 +191,7 @@ def _decode_batch(
     Raises:
         NumericalError: the logits of the only prompt (``alone``) are not finite.
     """
+    options = dataclasses.replace(options, recipe=planned.recipe)
     with Clock() as clock:
         batch = Batch(lm, requests, options, planned, clock)
         yield Event("phase", phase="prefill")
@@ -210,8 +212,7 @@ def _prefill(
     max_new = np.zeros(rows, np.int32)
     for i, request in enumerate(requests):
         lengths[i], max_new[i] = len(request.ids), request.max_new
-    bases = key_bases(lm) if planned.geometry.constant_bytes else None
-    cache = init_cache(planned.geometry, bases)
+    cache = empty_cache(lm, planned.geometry)
     logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
     for start in range(0, lengths.max(), PREFILL_CHUNK):
         count = np.clip(lengths - start, 0, PREFILL_CHUNK)

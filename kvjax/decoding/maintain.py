@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.compress.policy import Policy, policies
-from kvjax.compress.settle import Rows, leaving, settle
+from kvjax.compress.selection import Rows
+from kvjax.compress.settle import leaving, settle
 from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.notes import with_segments
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 from kvjax.thoughts import Thoughts
@@ -52,7 +54,9 @@ def maintain(
     rows, thoughts, segments = _rows(
         *counters, state.left, compress, seed, config=config, recipe=recipe
     )
-    select = recipe.retention is None and bool(recipe.every) and done % recipe.every == 0
+    select = _selects(recipe, done)
+    if select:
+        rows = with_segments(rows, cache.ledger, recipe)
     closing, demoting = _due(recipe, done)
     layers, crowded = [], cache.crowded
     for index, (layer, policy) in enumerate(
@@ -87,6 +91,13 @@ def _open_classes(recipe: Recipe, policy: Policy, done: int) -> tuple[int, ...] 
     if recipe.segmenter is None or done < recipe.window + recipe.tick:
         return None
     return tuple(sorted(set(policy.of_kind)))
+
+
+def _selects(recipe: Recipe, done: int) -> bool:
+    """Whether it is time for a selection."""
+    if recipe.retention is not None or not recipe.every:
+        return False
+    return done == recipe.every if recipe.once else done % recipe.every == 0
 
 
 def _due(recipe: Recipe, done: int) -> tuple[bool, bool]:
@@ -227,5 +238,7 @@ def _settle(
             layer, index, recipe.retention, segments, scale, rows.length, rows.seed
         )
     if demoting:
-        layer = retire(layer, thoughts, segments, recipe.retention)
+        layer = retire(
+            layer, thoughts, segments, recipe.retention, recipe.compactor, scale, rows.length
+        )
     return layer, crowded + lost

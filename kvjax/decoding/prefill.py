@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import KVCache, LayerCache, append, reserve_layer
 from kvjax.cache.working import HISTORY_BLOCK, QUERY_BLOCK
 from kvjax.compress.policy import policies
-from kvjax.compress.settle import Incoming, Rows, leaving, settle
+from kvjax.compress.selection import Rows
+from kvjax.compress.settle import Incoming, leaving, settle
+from kvjax.decoding.notes import note_prompt, with_segments
 from kvjax.decoding.observe import prefill_mass, remember, shifted
 from kvjax.models.attention import (
     NEG_INF,
@@ -65,6 +67,8 @@ def prefill_chunk(
     x, angles, rows = begin(
         model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
     )
+    cache = note_prompt(cache, tokens, count)
+    rows = with_segments(rows, cache.ledger, recipe)
     x, cache = read_layers(model, cache, x, angles, rows, recipe)
     logits = _finish(model.norm, _head(model), logits, x, count, eps=config.rms_norm_eps)
     return cache, logits

@@ -198,11 +198,17 @@ def _with_system(messages: Sequence[Mapping[str, str]], options: Options) -> lis
 
 
 def check_model(recipe: Recipe, lm: LanguageModel) -> None:
-    """Refuse thresholds that were calibrated on another model.
+    """Refuse a recipe that the model cannot serve.
 
     Raises:
-        UsageError: with what tells the two models apart.
+        UsageError: thresholds were calibrated on another model, or paragraphs are looked for where
+            there is no tokenizer.
     """
+    if recipe.needs_segments and lm.tokenizer is None:
+        raise UsageError(
+            f"selector {type(recipe.selector).__name__} looks for paragraphs, and {lm.source} has "
+            "no tokenizer: give one, or a selector without segments"
+        )
     wanted = getattr(recipe.segmenter, "fingerprint", "")
     if wanted and wanted != lm.fingerprint:
         raise UsageError(

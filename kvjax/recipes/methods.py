@@ -2,8 +2,18 @@
 
 from kvjax.codecs import kv_codec
 from kvjax.compress import Selector
-from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
+from kvjax.compress.selectors import (
+    H2O,
+    RKV,
+    TOVA,
+    HighestAttention,
+    Random,
+    SegmentQuotas,
+    SnapKV,
+    Streaming,
+)
 from kvjax.errors import UsageError
+from kvjax.matching import AttentionMatching
 from kvjax.recipes.recipe import Recipe
 from kvjax.thoughts import Given, Retention, Segmenter
 from kvjax.thoughts.calibration import Calibration, by_sparsity
@@ -122,6 +132,33 @@ def thinkv(
     )
 
 
+def am(**options) -> Recipe:
+    """Attention matching: the keys attended to most, fitted to all (arXiv 2602.16284).
+
+    The queries are the last ones read, where the authors ask the model to repeat its context.
+    """
+    return _matching("am", HighestAttention(), AttentionMatching(), **options)
+
+
+def pam(**options) -> Recipe:
+    """Attention matching without segments and pivotal tokens, TAM's own baseline."""
+    return _matching("pam", HighestAttention(), AttentionMatching(), **options)
+
+
+def tam(*, paper: bool = False, **options) -> Recipe:
+    """Thought-aware attention matching: quotas for paragraphs (arXiv 2608.12331).
+
+    Args:
+        paper: the paper's own choices where ours differ: the released solver, nothing protected but
+            the last 20 tokens, a budget that is a share of the longest row.
+        **options: fields of ``Recipe``.
+    """
+    if not paper:
+        return _matching("tam", SegmentQuotas(), AttentionMatching(), **options)
+    own = {"sinks": 0, "recent": 20, "budget": 0.1, "share_of": "longest"}
+    return _matching("tam", SegmentQuotas(), AttentionMatching(mode="faithful"), **own | options)
+
+
 METHODS = {
     recipe.__name__: recipe
     for recipe in (
@@ -136,9 +173,16 @@ METHODS = {
         snapkv_decode,
         rkv,
         thinkv,
+        am,
+        pam,
+        tam,
     )
 }
 """Recipes by the name that ``--method`` takes."""
+
+
+def _matching(name: str, selector: Selector, compactor: AttentionMatching, **options) -> Recipe:
+    return _evicting(name, selector, **{"every": 1024, "compactor": compactor} | options)
 
 
 def _evicting(name: str, selector: Selector, **options) -> Recipe:

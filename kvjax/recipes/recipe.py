@@ -7,9 +7,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.codecs import kv_codec
+from kvjax.codecs import KVCodec, kv_codec
 from kvjax.compress import Selector
 from kvjax.errors import UsageError
+from kvjax.matching import AttentionMatching
 from kvjax.thoughts import Retention, Segmenter
 
 PHASES = ("prompt", "think", "answer")
@@ -33,15 +34,20 @@ class Recipe:
         segmenter: what finds the kind of thought that a segment of the answer is.
         retention: what stays of the answer, segment by segment; a selector is then for the prompt
             alone, while it is read.
+        compactor: what becomes of the mass of tokens that are evicted: it goes to those that stay;
+            None: it is dropped.
         budget: tokens that a KV head may hold after a selection, recent ones included; or, if it is
             a float of at most 1, their share of the tokens that the row has read. With a
             ``retention``: tokens of the answer's complete segments (and the share is the answer's);
             the growing one, the recent window and the prompt come on top.
+        share_of: what a budget that is a share is a share of: the tokens "read" so far, those
+            "held" when the selection comes, or the "longest" that a row may get.
         prompt_budget: with a ``retention``, tokens of the prompt that its selector keeps.
         sinks: how many of the first tokens stay in any case.
         recent: how many of the last tokens stay in any case.
         protect_prompt: the whole prompt stays.
         every: decode steps between two selections; 0 selects only while the prompt is read.
+        once: while decoding, the first selection is the only one.
         compress: in which phases tokens are selected at all.
         skip_layers: layers (from the end if negative) whose tokens all stay.
         positions: "original", or "contiguous": queries see the sinks right before the recent
@@ -63,12 +69,15 @@ class Recipe:
     selector: Selector | None = None
     segmenter: Segmenter | None = None
     retention: Retention | None = None
+    compactor: AttentionMatching | None = None
     budget: int | float | None = None
+    share_of: Literal["read", "held", "longest"] = "read"
     prompt_budget: int | float | None = None
     sinks: int = 4
     recent: int = 32
     protect_prompt: bool = False
     every: int = 16
+    once: bool = False
     compress: tuple[Literal["prompt", "think", "answer"], ...] = PHASES
     skip_layers: tuple[int, ...] = ()
     positions: Literal["original", "contiguous"] = "original"
@@ -100,9 +109,8 @@ class Recipe:
         if unknown:
             raise UsageError(f"compress takes {', '.join(PHASES)}, got {', '.join(unknown)}")
         self._check_thoughts()
-        if self.retention is not None:
-            return
-        if self.selector is None:
+        self._check_matching(codecs)
+        if self.retention is not None or self.selector is None:
             return
         if self.every % self.tick:
             raise UsageError(
@@ -151,6 +159,26 @@ class Recipe:
             self._check_budget("prompt_budget", self.floor)
         self._check_budget("budget", 1)
 
+    def _check_matching(self, codecs: list[KVCodec]) -> None:
+        if self.share_of not in ("read", "held", "longest"):
+            raise UsageError(f"share_of must be read, held or longest, got {self.share_of!r}")
+        if self.retention is not None and self.share_of != "read":
+            raise UsageError(f"share_of {self.share_of} is for selectors, not for a retention")
+        if self.compactor is None:
+            return
+        if self.selector is None and self.retention is None:
+            raise UsageError("compactor has nothing to do where nothing is evicted")
+        if self.positions == "contiguous":
+            raise UsageError("compactor needs tokens at their original positions")
+        if self.retention is not None and not self.retention.forget:
+            raise UsageError("compactor and evicted tokens that are still attended exclude another")
+        for codec in codecs:
+            if codec.group > 1:
+                raise UsageError(
+                    f"compactor changes single values, and codec {codec.name} shares scales among "
+                    "tokens: take int8, int4, ..."
+                )
+
     def _check_budget(self, name: str, least: int) -> None:
         budget = getattr(self, name)
         if isinstance(budget, float) and 0 < budget <= 1:
@@ -184,7 +212,13 @@ class Recipe:
         return max(
             0 if self.selector is None else self.selector.needs_queries,
             0 if self.retention is None else self.retention.needs_queries,
+            0 if self.compactor is None else self.compactor.needs_queries,
         )
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether the selector looks for paragraphs."""
+        return getattr(self.selector, "needs_segments", False)
 
     @property
     def spares_prompt(self) -> bool:
@@ -197,9 +231,24 @@ class Recipe:
         """The selector's budget."""
         return self.budget if self.retention is None else self.prompt_budget
 
-    def room(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Tokens that each row may hold after a selection, once it has read ``length``."""
-        return self._share(self.selected, length, self.floor)
+    def room(
+        self, length: Int[Array, " B"], held: Int[Array, "B Hkv"]
+    ) -> Int[Array, " B"] | Int[Array, "B Hkv"]:
+        """Tokens that each row, or KV head, may hold after a selection.
+
+        Args:
+            length: tokens read.
+            held: tokens that the heads hold before it.
+        """
+        tokens = held if self.share_of == "held" else length
+        return self._share(self.selected, tokens, self.floor)
+
+    def for_longest(self, tokens: int) -> "Recipe":
+        """The recipe for rows of at most so many tokens: shares of the longest are numbers."""
+        if self.share_of != "longest" or not isinstance(self.budget, float):
+            return self
+        budget = max(math.ceil(self.budget * tokens), self.floor)
+        return dataclasses.replace(self, budget=budget, share_of="read")
 
     def retained(self, answered: Int[Array, " B"]) -> Int[Array, " B"]:
         """Tokens that a row's complete segments may hold, once so many of its answer are read."""
@@ -215,7 +264,7 @@ class Recipe:
         """``retained`` of a row with so many tokens in its answer, as a number."""
         return min(self._whole(self.budget, answered, 1), answered)
 
-    def _share(self, budget, tokens: Int[Array, " B"], least: int) -> Int[Array, " B"]:
+    def _share(self, budget, tokens: Int[Array, "..."], least: int) -> Int[Array, "..."]:
         if isinstance(budget, int):
             return jnp.full(tokens.shape, budget, jnp.int32)
         share = jnp.ceil(jnp.float32(budget) * tokens.astype(jnp.float32))

@@ -10,6 +10,8 @@ from kvjax.cache.cache import LayerCache, query_positions
 from kvjax.cache.slots import evict, replace_class
 from kvjax.compress.attention import group_attention
 from kvjax.compress.context import Context
+from kvjax.matching import AttentionMatching
+from kvjax.thoughts.inherit import inherit
 from kvjax.thoughts.retention import Retention, survivals
 from kvjax.thoughts.sparsity import NEGLIGIBLE
 from kvjax.thoughts.state import Thoughts
@@ -123,22 +125,47 @@ def settle_levels(
     return layer
 
 
+def survivors(
+    layer: LayerCache, thoughts: Thoughts, segments: Segments
+) -> list[Bool[Array, "B Hkv P page"]]:
+    """The slots of every class that survive the level of their segment."""
+    found = []
+    for pool, table in zip(layer.pools, layer.tables, strict=True):
+        if pool.level is None:
+            found.append(jnp.ones((*table.shape, pool.page_size), bool))
+            continue
+        segment = segments.of(pool.pos[table])
+        at = jnp.clip(segment, 0, thoughts.level.shape[1] - 1).reshape(len(table), -1)
+        level = jnp.take_along_axis(thoughts.level, at, 1).reshape(segment.shape)
+        found.append((segment < 0) | (pool.level[table].astype(jnp.int32) >= level))
+    return found
+
+
 def retire(
     layer: LayerCache,
     thoughts: Thoughts,
     segments: Segments,
     retention: Retention,
+    compactor: AttentionMatching | None = None,
+    scale: float = 1.0,
+    length: Int[Array, " B"] | None = None,
 ) -> LayerCache:
-    """Evict the tokens that do not survive the level of their segment."""
+    """Evict the tokens that do not survive the level of their segment.
+
+    Args:
+        compactor: what lets survivors take over from those that go; with ``scale``, the factor of
+            attention logits, and ``length``, the tokens read.
+    """
+    kept = survivors(layer, thoughts, segments)
+    if compactor is not None:
+        segment = [
+            segments.of(pool.pos[t]) for pool, t in zip(layer.pools, layer.tables, strict=True)
+        ]
+        count = thoughts.level.shape[1]
+        layer = inherit(layer, kept, segment, count, compactor, scale, length)
     for c, pool in enumerate(layer.pools):
-        if pool.level is None:
-            continue
-        table = layer.tables[c]
-        segment = segments.of(pool.pos[table])
-        at = jnp.clip(segment, 0, thoughts.level.shape[1] - 1).reshape(len(table), -1)
-        level = jnp.take_along_axis(thoughts.level, at, 1).reshape(segment.shape)
-        stay = (segment < 0) | (pool.level[table].astype(jnp.int32) >= level)
-        layer = evict(layer, c, stay, forget=retention.forget)
+        if pool.level is not None:
+            layer = evict(layer, c, kept[c], forget=retention.forget)
     return layer
 
 

@@ -46,6 +46,8 @@ class SegmentQuotas:
             scores of all, whatever their segment.
         weight: of a segment: "total", or "token", its mean over the segment's tokens.
         exclude_pivotal: whether ``w_i`` and ``n_i`` leave pivotal tokens out.
+        least: tokens of a segment; shorter ones are merged.
+        merge: with the "previous" segment or with the "next" one.
     """
 
     window: int = 64
@@ -55,6 +57,8 @@ class SegmentQuotas:
     quota: Literal["sqrt", "linear", "size", "none"] = "sqrt"
     weight: Literal["total", "token"] = "total"
     exclude_pivotal: bool = False
+    least: int = 32
+    merge: Literal["previous", "next"] = "previous"
 
     needs_mass: ClassVar[bool] = False
     needs_keys: ClassVar[bool] = False
