@@ -9,7 +9,7 @@ from pallas_kernels.einsum import einsum_float32
 JITTER = 1e-6
 """Added to the diagonal of a Gram matrix, as a share of its trace: what float32 needs to factor
 one of any rank. It is 8 times the rounding of the largest eigenvalue, whatever the size."""
-REFINEMENTS = 8
+REFINEMENTS = 4
 """Steps that take the jitter's shrinkage back, where nothing is to shrink."""
 
 

@@ -92,6 +92,8 @@ class AttentionMatching:
     def __post_init__(self):
         if self.queries < 1:
             raise UsageError(f"queries must be at least 1, got {self.queries}")
+        if self.steps < 0:
+            raise UsageError(f"steps must be at least 0, got {self.steps}")
         if self.mode not in ("robust", "faithful"):
             raise UsageError(f"mode must be 'robust' or 'faithful', got {self.mode!r}")
         if self.fit_bias not in (True, False, "scalar"):

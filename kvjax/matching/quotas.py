@@ -40,11 +40,17 @@ def quotas(
 
     most = jnp.log(1e6 * jnp.float32(max(len(shares), 2)) ** 2)
     bracket = jnp.stack([jnp.log(jnp.float32(1e-9)), most])
-    exact = at(jax.lax.fori_loop(0, HALVINGS, halve, bracket)[1])
+    found = jax.lax.fori_loop(0, HALVINGS, halve, bracket)[1]
+    # To full precision, now that it is known which limits are met.
+    free = (jnp.exp(found) * shares > low) & (jnp.exp(found) * shares < high)
+    rest = total.astype(jnp.float32) - jnp.where(free, 0, at(found)).sum()
+    exact = jnp.where(free, rest / jnp.where(free, shares, 0).sum() * shares, at(found))
+    exact = jnp.clip(exact, low, high)
     whole = jnp.floor(exact).astype(jnp.int32)
     remainder = jnp.where(whole < available, exact - whole.astype(jnp.float32), -1)
     return whole + (_rank(-remainder) < total - whole.sum()).astype(jnp.int32)
 
 
 def _rank(keys: Float[Array, " m"]) -> Int[Array, " m"]:
-    return jnp.argsort(jnp.argsort(keys, stable=True)).astype(jnp.int32)
+    place = jnp.arange(len(keys), dtype=jnp.int32)
+    return place.at[jnp.argsort(keys, stable=True)].set(place)

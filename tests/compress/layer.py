@@ -26,6 +26,9 @@ class Token:
     bias: float
     key: np.ndarray
     mass: float
+    value: np.ndarray
+    segment: int
+    must: bool
 
 
 def build(group: int, seed: int = 0, **sizes) -> Context:
@@ -36,6 +39,8 @@ def build(group: int, seed: int = 0, **sizes) -> Context:
     rows, shape = len(lengths), (len(lengths), KV_HEADS, slots)
     bias, mass = np.full(shape, -np.inf), np.full(shape, np.nan)
     pos, k = rng.integers(-(2**31), 2**31, shape), np.full((*shape, DIM), np.nan)
+    v, segment = k.copy(), rng.integers(-(2**31), 2**31, shape)
+    must = rng.random(shape) < 0.5
     for row, head in np.ndindex(shape[:2]):
         most = min(lengths[row], slots - 5)
         count = most if row % 2 == head else most - most // 4
@@ -44,6 +49,9 @@ def build(group: int, seed: int = 0, **sizes) -> Context:
         pos[row, head, at] = rng.permutation(lengths[row])[:count]
         k[row, head, at] = rng.standard_normal((count, DIM))
         mass[row, head, at] = rng.random(count) * 5
+        v[row, head, at] = rng.standard_normal((count, DIM))
+        segment[row, head, at] = pos[row, head, at] // 13 * 3
+        must[row, head, at] = pos[row, head, at] >= lengths[row] - 4
     queries = np.full((rows, QUERIES, KV_HEADS * group, DIM), np.nan)
     query_pos = np.full((rows, QUERIES), -1)
     for row in range(rows):
@@ -60,6 +68,10 @@ def build(group: int, seed: int = 0, **sizes) -> Context:
         queries=jnp.asarray(queries, jnp.float32),
         query_pos=jnp.asarray(query_pos, jnp.int32),
         mass=jnp.asarray(mass, jnp.float32),
+        v=jnp.asarray(v, jnp.float32),
+        segment=jnp.asarray(segment, jnp.int32),
+        must=jnp.asarray(must),
+        room=jnp.full(rows, sizes.get("room", 17), jnp.int32),
         layer=3,
         scale=0.6,
     )
@@ -67,10 +79,21 @@ def build(group: int, seed: int = 0, **sizes) -> Context:
 
 def tokens_of(ctx: Context, row: int, head: int) -> list[Token]:
     """The tokens that a KV head holds, in order of position."""
-    arrays = (np.asarray(x)[row, head] for x in (ctx.pos, ctx.bias, ctx.k, ctx.mass))
-    pos, bias, k, mass = arrays
+    names = ("pos", "bias", "k", "mass", "v", "segment", "must")
+    pos, bias, k, mass, v, segment, must = (
+        np.asarray(getattr(ctx, name))[row, head] for name in names
+    )
     found = [
-        Token(slot, int(pos[slot]), float(bias[slot]), k[slot].astype(float), float(mass[slot]))
+        Token(
+            slot,
+            int(pos[slot]),
+            float(bias[slot]),
+            k[slot].astype(float),
+            float(mass[slot]),
+            v[slot].astype(float),
+            int(segment[slot]),
+            bool(must[slot]),
+        )
         for slot in range(len(bias))
         if bias[slot] != -np.inf
     ]
@@ -92,6 +115,7 @@ def queries_of(ctx: Context, row: int, head: int) -> dict[int, list[np.ndarray]]
 def row_of(ctx: Context, row: int) -> Context:
     """The cache of one row alone."""
     names = ("bias", "pos", "length", "prompt", "k", "queries", "query_pos", "mass")
+    names += ("v", "segment", "must", "room")
     rows = {name: getattr(ctx, name)[row : row + 1] for name in names}
     return dataclasses.replace(ctx, **rows)
 
@@ -103,14 +127,15 @@ def permuted(ctx: Context, order: np.ndarray) -> Context:
         index = order.reshape(order.shape + (1,) * (array.ndim - 3))
         return jnp.asarray(np.take_along_axis(np.asarray(array), index, axis=2))
 
-    slots = ("bias", "pos", "k", "mass")
+    slots = ("bias", "pos", "k", "mass", "v", "segment", "must")
     return dataclasses.replace(ctx, **{name: move(getattr(ctx, name)) for name in slots})
 
 
 def widened(ctx: Context, before: int, after: int) -> Context:
     """The same cache with more free slots, which hold garbage, around its own."""
     wide = {}
-    for name, fill in {"bias": -jnp.inf, "pos": 2, "k": jnp.nan, "mass": jnp.nan}.items():
+    fills = {"bias": -jnp.inf, "pos": 2, "k": jnp.nan, "mass": jnp.nan, "v": jnp.nan}
+    for name, fill in (fills | {"segment": 1, "must": True}).items():
         array = getattr(ctx, name)
         widths = [(0, 0), (0, 0), (before, after)] + [(0, 0)] * (array.ndim - 3)
         wide[name] = jnp.pad(array, widths, constant_values=fill)

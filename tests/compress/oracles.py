@@ -106,3 +106,112 @@ def rkv(ctx, row, head, selector) -> list[float]:
     mix = selector.mix_lambda
     scores = [mix * i - (1 - mix) * r for i, r in zip(importance, redundancy, strict=False)]
     return scores + [np.inf] * (n - len(before))
+
+
+def pooled_attention(ctx, row, head, count) -> list[list[float]]:
+    """Of every query of a group that sees one: attention over the tokens that may go.
+
+    In the order of ``layer.tokens_of``, 0 for those that stay anyway.
+    """
+    tokens = layer.tokens_of(ctx, row, head)
+    queries = layer.queries_of(ctx, row, head)
+    lines = []
+    for pos in sorted(queries)[-count:]:
+        seen = [i for i, token in enumerate(tokens) if token.pos <= pos and not token.must]
+        for query in queries[pos] if seen else []:
+            line = [0.0] * len(tokens)
+            for i, weight in zip(
+                seen, softmax(logits_of(query, [tokens[i] for i in seen], ctx.scale)), strict=True
+            ):
+                line[i] = weight
+            lines.append(line)
+    return lines
+
+
+def reduced(lines, kind, count) -> np.ndarray:
+    if not lines:
+        return np.zeros(count)
+    if kind == "max":
+        return np.max(lines, 0)
+    return np.mean(lines, 0) if kind == "mean" else np.mean(np.square(lines), 0) ** 0.5
+
+
+def highest_attention(ctx, row, head, selector) -> list[float]:
+    if not layer.queries_of(ctx, row, head):
+        return streaming(ctx, row, head, selector)
+    lines = pooled_attention(ctx, row, head, selector.window)
+    scores = list(reduced(lines, selector.score, len(layer.tokens_of(ctx, row, head))))
+    return pooled(scores, selector.kernel, np.mean) if selector.kernel > 1 else scores
+
+
+def quotas(shares, available, total) -> list[int]:
+    """Shares with limits of 1 and of what there is, and then whole numbers."""
+    count = len(shares)
+    total = min(total, sum(available))
+    shares = [share / max(max(shares), 1e-30) for share in shares]
+    shares = [
+        max(share, 1e-6) if most else 0 for share, most in zip(shares, available, strict=True)
+    ]
+    first = sorted(range(count), key=lambda i: -shares[i])[:total]
+    least = [int(i in first and available[i] > 0) for i in range(count)]
+
+    def at(factor):
+        return [
+            min(max(factor * share, low), high)
+            for share, low, high in zip(shares, least, available, strict=True)
+        ]
+
+    low, high = 0.0, 1e12
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(at(middle)) <= total else (low, middle)
+    exact = at(high)
+    whole = [int(x + 1e-7) for x in exact]
+    open_ = [i for i in range(count) if whole[i] < available[i]]
+    for i in sorted(open_, key=lambda i: -round(exact[i] - whole[i], 7))[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def segment_quotas(ctx, row, head, selector):
+    """Slots that are pivotal, and slots that are chosen beside them; and all scores."""
+    tokens = layer.tokens_of(ctx, row, head)
+    lines = pooled_attention(ctx, row, head, selector.window)
+    mean, scores = (reduced(lines, kind, len(tokens)) for kind in ("mean", selector.score))
+    mine = [i for i, token in enumerate(tokens) if not token.must]
+    budget = min(max(int(ctx.room[row]) - len(tokens) + len(mine), 0), len(mine))
+    above = [i for i in mine if mean[i] * len(mine) >= selector.pivotal]
+    above.sort(key=lambda i: (-mean[i], -tokens[i].pos))
+    pivotal = above[: int(np.floor(selector.cap * budget))]
+    rest = [i for i in mine if i not in pivotal]
+    rest.sort(key=lambda i: (-scores[i], -tokens[i].pos))
+    left = budget - len(pivotal)
+    if selector.quota == "none":
+        chosen = rest[:left]
+    else:
+        chosen, shares, available = [], [], []
+        names = sorted({tokens[i].segment for i in mine})
+        for name in names:
+            counted = rest if selector.exclude_pivotal else mine
+            inside = [i for i in counted if tokens[i].segment == name]
+            weight, size = sum(mean[i] for i in inside), len(inside)
+            if selector.weight == "token":
+                weight /= max(size, 1)
+            shares.append(
+                {"sqrt": (weight * size) ** 0.5, "linear": weight**0.5 * size, "size": size}[
+                    selector.quota
+                ]
+            )
+            available.append(sum(tokens[i].segment == name for i in rest))
+        for name, quota in zip(
+            names, quotas(shares, available, left) if names else [], strict=True
+        ):
+            chosen += [i for i in rest if tokens[i].segment == name][:quota]
+    return pivotal, chosen, scores
+
+
+def tam(ctx, row, head, selector) -> list[float]:
+    if not layer.queries_of(ctx, row, head):
+        return streaming(ctx, row, head, selector)
+    pivotal, chosen, scores = segment_quotas(ctx, row, head, selector)
+    return [s + 4 * (i in pivotal) + 2 * (i in chosen) for i, s in enumerate(scores)]

@@ -10,7 +10,17 @@ import pytest
 
 from kvjax.compress import Context
 from kvjax.compress.attention import latest_queries
-from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
+from kvjax.compress.selectors import (
+    H2O,
+    OMP,
+    RKV,
+    TOVA,
+    HighestAttention,
+    Random,
+    SegmentQuotas,
+    SnapKV,
+    Streaming,
+)
 from kvjax.errors import UsageError
 from tests.compress import layer, oracles
 
@@ -21,6 +31,8 @@ ORACLES = {
     TOVA: oracles.tova,
     SnapKV: oracles.snapkv,
     RKV: oracles.rkv,
+    HighestAttention: oracles.highest_attention,
+    SegmentQuotas: oracles.tam,
 }
 SELECTORS = [
     Streaming(),
@@ -31,6 +43,10 @@ SELECTORS = [
     SnapKV(window=8, kernel=7, pooling="max"),
     RKV(),
     RKV(window=5, kernel=3, threshold=0.2, mix_lambda=0.6, shield_first=False),
+    HighestAttention(window=6),
+    HighestAttention(window=8, score="max", kernel=3),
+    SegmentQuotas(window=8),
+    SegmentQuotas(window=6, score="mean", pivotal=1.5, quota="linear", weight="token"),
 ]
 
 
@@ -240,6 +256,16 @@ class TestRandom:
         (lambda: SnapKV(pooling="mean"), "pooling must be 'average' or 'max', got 'mean'"),
         (lambda: RKV(threshold=-0.1), "threshold must be at least 0 and below 1, got -0.1"),
         (lambda: RKV(mix_lambda=1.5), "mix_lambda must be between 0 and 1, got 1.5"),
+        (lambda: HighestAttention(score="sum"), "score must be 'rms', 'mean' or 'max', got 'sum'"),
+        (lambda: SegmentQuotas(score="sum"), "score must be 'rms', 'mean' or 'max', got 'sum'"),
+        (lambda: SegmentQuotas(pivotal=-1.0), "pivotal must be at least 0, got -1.0"),
+        (lambda: SegmentQuotas(cap=1.5), "cap must be between 0 and 1, got 1.5"),
+        (lambda: SegmentQuotas(quota="even"), "quota must be 'sqrt', .* got 'even'"),
+        (lambda: SegmentQuotas(weight="mean"), "weight must be 'total' or 'token', got 'mean'"),
+        (lambda: OMP(0), "picks must be at least 1, got 0"),
+        (lambda: OMP(8, schedule=((1, 1, 1),)), "schedule must be .* got"),
+        (lambda: OMP(8, schedule=()), "schedule must be .* got"),
+        (lambda: OMP(8, schedule=((0, 0, 1),)), "schedule must be .* got"),
     ],
 )
 def test_parameters_that_cannot_be_used_are_refused(unchecked, make, message):

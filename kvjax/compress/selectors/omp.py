@@ -47,11 +47,8 @@ class OMP:
         if self.picks < 1:
             raise UsageError(f"picks must be at least 1, got {self.picks}")
         starts = [stage[0] for stage in self.schedule]
-        if (
-            starts[:1] != [0]
-            or starts != sorted(starts)
-            or min(min(s[1:]) for s in self.schedule) < 1
-        ):
+        steps = [step for stage in self.schedule for step in stage[1:]]
+        if starts[:1] != [0] or starts != sorted(starts) or min(steps) < 1:
             raise UsageError(
                 "schedule must be (keys found, k, tau) from 0 keys on, k and tau at least 1, "
                 f"got {self.schedule}"

@@ -147,7 +147,7 @@ def _rank_within(kind, scores, pos):
     slot = jnp.arange(len(pos), dtype=jnp.int32)
     keys = kind.astype(jnp.int32), -scores, -pos, slot
     *_, order = jax.lax.sort(keys, num_keys=3)
-    return jnp.argsort(order).astype(jnp.int32)
+    return slot.at[order].set(slot)
 
 
 def _consecutive(segment, mine):

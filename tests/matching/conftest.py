@@ -1,0 +1,3 @@
+from tests.kernels.conftest import unchecked
+
+__all__ = ["unchecked"]
