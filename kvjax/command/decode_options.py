@@ -73,6 +73,9 @@ class DecodeConfig:
             "snapkv_decode",
             "rkv",
             "thinkv",
+            "am",
+            "pam",
+            "tam",
         ]
         | None
     ) = option(None, "how the cache is kept; docs/command.md has what each does (default: full)")
@@ -116,8 +119,30 @@ class DecodeConfig:
     positions: Literal["original", "contiguous"] | None = option(
         None, "contiguous: the first tokens seem to stand right before the last (streaming only)"
     )
-    selector: Literal["h2o", "random", "rkv", "snapkv", "streaming", "tova"] | None = option(
-        None, "what chooses the tokens that stay, instead of the method's own"
+    compress_once: bool = option(False, "evict once, --compress-every tokens into the answer")
+    share_of: Literal["read", "held", "longest"] | None = option(
+        None,
+        "what a --kv-budget of 1.0 or below is a share of: the tokens read, those held, or the "
+        "longest that an answer and its prompt may get (default: read)",
+    )
+    selector: (
+        Literal[
+            "h2o",
+            "random",
+            "rkv",
+            "snapkv",
+            "streaming",
+            "tova",
+            "highest_attention",
+            "omp",
+            "segment_quotas",
+        ]
+        | None
+    ) = option(None, "what chooses the tokens that stay, instead of the method's own")
+    compactor: Literal["none", "matching", "faithful"] | None = option(
+        None,
+        "what becomes of the mass of evicted tokens: none drops it, matching fits it to those that "
+        "stay, faithful does so with the released solver (default: the method's own)",
     )
     calibration: str | None = option(
         None,
@@ -158,7 +183,7 @@ class DecodeConfig:
         "thinkv: tokens of the prompt that --selector keeps (default: the whole prompt)",
         joined=True,
     )
-    paper: bool = option(False, "thinkv: the paper's own choices, where the defaults differ")
+    paper: bool = option(False, "thinkv, tam: the paper's own choices, where the defaults differ")
     fit: str | None = option(
         None,
         "memory for weights, cache and reading prompts, as 2GiB: choose the best method that fits",

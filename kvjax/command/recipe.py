@@ -19,6 +19,9 @@ FLAGS = {
     "window": "--recent-window",
     "protect_prompt": "--protect-prompt",
     "every": "--compress-every",
+    "once": "--compress-once",
+    "share_of": "--share-of",
+    "compactor": "--compactor",
     "skip_layers": "--skip-layers",
     "compress": "--compress",
     "positions": "--positions",
@@ -49,6 +52,9 @@ _EVICTION = (
     "sink_tokens",
     "protect_prompt",
     "compress_every",
+    "compress_once",
+    "share_of",
+    "compactor",
     "skip_layers",
     "compress",
     "positions",
@@ -67,7 +73,6 @@ _THOUGHTS = (
     "transition",
     "attend_evicted",
     "prompt_budget",
-    "paper",
 )
 """Options that method thinkv alone has."""
 BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
@@ -111,6 +116,9 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         "compress": config.compress,
         "positions": config.positions,
         "selector": config.selector,
+        "once": config.compress_once or None,
+        "share_of": config.share_of,
+        "compactor": config.compactor,
         "prompt_codec": config.prompt_bits,
         "calibration": config.calibration,
         "kinds": config.thoughts,
@@ -161,7 +169,13 @@ def _given(config: DecodeConfig, name: str) -> str | None:
 
 def _check_used(config: DecodeConfig, method: str) -> None:
     if method == "thinkv":
-        without = ("compress_every", "positions", *(() if config.prompt_budget else ("selector",)))
+        without = (
+            "compress_every",
+            "compress_once",
+            "share_of",
+            "positions",
+            *(() if config.prompt_budget else ("selector",)),
+        )
         if given := next(filter(None, (_given(config, name) for name in without)), None):
             raise UsageError(
                 f"{given} has no effect with method thinkv, which evicts by segments"
@@ -170,6 +184,8 @@ def _check_used(config: DecodeConfig, method: str) -> None:
         return
     if given := next(filter(None, (_given(config, name) for name in _THOUGHTS)), None):
         raise UsageError(f"{given} is for method thinkv: drop it, or pass --method thinkv")
+    if config.paper and method != "tam":
+        raise UsageError("--paper is for methods thinkv and tam: drop it, or pass one of them")
     if method in EVICTING:
         if config.positions == "contiguous" and (
             method != "streaming" or config.selector not in (None, "streaming")
@@ -178,6 +194,11 @@ def _check_used(config: DecodeConfig, method: str) -> None:
             raise UsageError(
                 f"--positions contiguous is for method streaming, whose tokens are the first and "
                 f"the last, and not for {chosen}: drop it, or pass --method streaming"
+            )
+        if config.compress_once and (config.compress_every == 0 or method == "snapkv"):
+            raise UsageError(
+                "--compress-once has no effect where nothing is evicted from answers: drop it, or "
+                "give --compress-every"
             )
         if method == "snapkv" and config.compress_every:
             raise UsageError(
@@ -226,7 +247,9 @@ def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
 
 def _check_beside_fit(config: DecodeConfig) -> None:
     chosen = [
-        name for name in (*_EVICTION, *_CODES, *_THOUGHTS, "method") if name not in BESIDE_FIT
+        name
+        for name in (*_EVICTION, *_CODES, *_THOUGHTS, "paper", "method")
+        if name not in BESIDE_FIT
     ]
     if given := next(filter(None, (_given(config, name) for name in chosen)), None):
         raise UsageError(

@@ -137,12 +137,12 @@ def am(**options) -> Recipe:
 
     The queries are the last ones read, where the authors ask the model to repeat its context.
     """
-    return _matching("am", HighestAttention(), AttentionMatching(), **options)
+    return _matching("am", **options)
 
 
 def pam(**options) -> Recipe:
     """Attention matching without segments and pivotal tokens, TAM's own baseline."""
-    return _matching("pam", HighestAttention(), AttentionMatching(), **options)
+    return _matching("pam", **options)
 
 
 def tam(*, paper: bool = False, **options) -> Recipe:
@@ -153,10 +153,11 @@ def tam(*, paper: bool = False, **options) -> Recipe:
             the last 20 tokens, a budget that is a share of the longest row.
         **options: fields of ``Recipe``.
     """
-    if not paper:
-        return _matching("tam", SegmentQuotas(), AttentionMatching(), **options)
-    own = {"sinks": 0, "recent": 20, "budget": 0.1, "share_of": "longest"}
-    return _matching("tam", SegmentQuotas(), AttentionMatching(mode="faithful"), **own | options)
+    own = {"selector": SegmentQuotas()}
+    if paper:
+        own |= {"compactor": AttentionMatching(mode="faithful"), "sinks": 0, "recent": 20}
+        own |= {"budget": 0.1, "share_of": "longest"}
+    return _matching("tam", **own | options)
 
 
 METHODS = {
@@ -181,8 +182,9 @@ METHODS = {
 """Recipes by the name that ``--method`` takes."""
 
 
-def _matching(name: str, selector: Selector, compactor: AttentionMatching, **options) -> Recipe:
-    return _evicting(name, selector, **{"every": 1024, "compactor": compactor} | options)
+def _matching(name: str, **options) -> Recipe:
+    own = {"selector": HighestAttention(), "compactor": AttentionMatching(), "every": 1024}
+    return Recipe(name, **{"budget": DECODING_BUDGET} | own | options)
 
 
 def _evicting(name: str, selector: Selector, **options) -> Recipe:

@@ -4,8 +4,19 @@ import dataclasses
 from typing import Any
 
 from kvjax.compress import Selector
-from kvjax.compress.selectors import H2O, RKV, TOVA, Random, SnapKV, Streaming
+from kvjax.compress.selectors import (
+    H2O,
+    OMP,
+    RKV,
+    TOVA,
+    HighestAttention,
+    Random,
+    SegmentQuotas,
+    SnapKV,
+    Streaming,
+)
 from kvjax.errors import UsageError
+from kvjax.matching import AttentionMatching
 from kvjax.recipes.methods import METHODS
 from kvjax.recipes.recipe import Recipe
 from kvjax.recipes.thought_text import THOUGHT_FIELDS, read_codec, thinkv_fields
@@ -17,8 +28,17 @@ SELECTORS: dict[str, type[Selector]] = {
     "snapkv": SnapKV,
     "streaming": Streaming,
     "tova": TOVA,
+    "highest_attention": HighestAttention,
+    "omp": OMP,
+    "segment_quotas": SegmentQuotas,
 }
 """Selectors by the name that ``--selector`` takes."""
+COMPACTORS = {
+    "none": None,
+    "matching": AttentionMatching(),
+    "faithful": AttentionMatching(mode="faithful"),
+}
+"""Compactors by the name that ``--compactor`` takes."""
 
 
 def parse(method: str, **given: Any) -> Recipe:
@@ -27,7 +47,8 @@ def parse(method: str, **given: Any) -> Recipe:
     Args:
         method: a name of ``METHODS``.
         **given: fields of ``Recipe``; None is not given. Texts are read for ``codec`` ("k4v2"),
-            ``layer_codecs`` ("0:8,*:4"), ``selector`` (a name of ``SELECTORS``), ``budget`` ("256"
+            ``layer_codecs`` ("0:8,*:4"), ``selector`` and ``compactor`` (names of
+            ``SELECTORS`` and ``COMPACTORS``), ``budget`` ("256"
             or "0.25"), ``compress`` ("think,answer") and ``skip_layers`` ("0,-1"). For method
             "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and retention; and ``codec``
             may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
@@ -40,13 +61,15 @@ def parse(method: str, **given: Any) -> Recipe:
     fields = {name: value for name, value in given.items() if value is not None}
     if method == "thinkv":
         fields = thinkv_fields(fields)
-    elif unused := sorted(THOUGHT_FIELDS & set(fields)):
+    elif unused := sorted(THOUGHT_FIELDS & set(fields) - ({"paper"} if method == "tam" else set())):
         raise UsageError(f"{unused[0]} has no effect with method {method}: it is for thinkv")
     for name, read in _READERS.items():
         if isinstance(fields.get(name), str):
             fields[name] = read(fields[name])
     if method == "thinkv":
         return METHODS[method](**fields)
+    if method in ("full", "uniform", "kivi") and fields.get("compactor") is not None:
+        raise UsageError(f"compactor has no effect with method {method}, which evicts nothing")
     selector = fields.pop("selector", None)
     if method == "full" and (unused := set(fields) - {"page_size"}):
         raise UsageError(f"{min(unused)} has no effect with method full")
@@ -112,11 +135,18 @@ def _read_selector(text: str) -> Selector:
     return SELECTORS[text]()
 
 
+def _read_compactor(text: str) -> AttentionMatching | None:
+    if text not in COMPACTORS:
+        raise UsageError(f"compactor must be one of {', '.join(COMPACTORS)}, got {text!r}")
+    return COMPACTORS[text]
+
+
 _READERS = {
     "codec": lambda text: read_codec("codec", text),
     "prompt_codec": lambda text: read_codec("prompt_codec", text),
     "layer_codecs": _read_layer_codecs,
     "selector": _read_selector,
+    "compactor": _read_compactor,
     "budget": lambda text: _read_budget("budget", text),
     "prompt_budget": lambda text: _read_budget("prompt_budget", text),
     "compress": lambda text: tuple(item.strip() for item in text.split(",")),
