@@ -202,10 +202,9 @@ def test_mass_does_not_drift_over_two_rounds():
 
 
 class TestNothingElseMatters:
-    @BOTH
-    def test_the_order_of_slots_and_what_free_ones_hold(self, matching):
+    def test_the_order_of_slots_and_what_free_ones_hold(self):
         ctx, keep, fixed = ragged()
-        bias, v = at_slots(ctx, matched(matching))
+        bias, v = at_slots(ctx, matched(ROBUST))
         wide = layer.widened(ctx, before=7, after=4)
         order = np.random.default_rng(0).permuted(
             np.broadcast_to(np.arange(wide.bias.shape[2]), wide.bias.shape), axis=2
@@ -213,15 +212,12 @@ class TestNothingElseMatters:
         masks = [np.pad(np.asarray(x), ((0, 0), (0, 0), (7, 4))) for x in (keep, fixed)]
         masks = [jnp.asarray(np.take_along_axis(x, order, 2)) for x in masks]
         moved = layer.permuted(wide, order)
-        other_bias, other_v = at_slots(moved, caches.match(matching, moved, *masks, 41))
-        back = np.argsort(order, axis=2)[:, :, 7:-4]
-        tight = {"robust": 1e-4, "faithful": 0.05}[matching.mode]  # which inverts far smaller ones
-        live = np.asarray(ctx.live)
+        other_bias, other_v = at_slots(moved, caches.match(ROBUST, moved, *masks, 41))
+        back, live = np.argsort(order, axis=2)[:, :, 7:-4], np.asarray(ctx.live)
         other_bias = np.take_along_axis(other_bias, back, 2)[live]
-        np.testing.assert_allclose(other_bias, bias[live], rtol=tight, atol=tight)
-        if matching.mode == "robust":
-            other_v = np.take_along_axis(other_v, back[..., None], 2)[live]
-            np.testing.assert_allclose(other_v, v[live], rtol=tight, atol=tight)
+        other_v = np.take_along_axis(other_v, back[..., None], 2)[live]
+        np.testing.assert_allclose(other_bias, bias[live], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(other_v, v[live], rtol=1e-4, atol=1e-4)
 
     def test_a_row_alone(self):
         ctx, keep, fixed = ragged()
@@ -239,7 +235,7 @@ class TestNothingElseMatters:
             ctx,
             k=ctx.k.at[:, 1].multiply(0.5),
             v=ctx.v.at[:, 1].multiply(2),
-            queries=ctx.queries.at[:, :, group:].multiply(2),
+            queries=ctx.queries.at[:, :, group:].multiply(3),
         )
         base, other = matched(ROBUST), caches.match(ROBUST, changed, keep, fixed, 37)
         np.testing.assert_array_equal(other.bias[:, 0], base.bias[:, 0])
@@ -305,6 +301,7 @@ def raised(ctx, height):
     return dataclasses.replace(
         ctx,
         k=jnp.pad(ctx.k, more, constant_values=1),
+        v=jnp.pad(ctx.v, more),
         queries=jnp.concatenate([ctx.queries, heights.reshape(*shape, 1)], 3),
     )
 
@@ -330,8 +327,8 @@ def test_keys_as_they_are_stored():
     stored = jnp.round(ctx.k * 2) / 2
     found = jax.jit(lambda ctx, *x: ROBUST(ctx, *x[:2], 37, x[2]))(ctx, keep, fixed, stored)
     same = jax.jit(lambda ctx, *x: ROBUST(ctx, *x[:2], 37, x[2]))(ctx, keep, fixed, ctx.k)
-    np.testing.assert_array_equal(same.bias, matched(ROBUST).bias)
-    np.testing.assert_array_equal(same.v, matched(ROBUST).v)
+    np.testing.assert_allclose(same.bias, matched(ROBUST).bias, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(same.v, matched(ROBUST).v, rtol=1e-3, atol=1e-3)
     measure = jax.jit(match_errors)
     aware = measure(ctx, found, stored)
     unaware = measure(ctx, same, stored)
@@ -400,7 +397,7 @@ def test_what_was_not_fitted_is_the_nearer_the_more_is_kept():
 
 
 def test_fewer_queries_than_tokens():
-    """Robust: hardly ever worse than eviction. The released solvers know the training error only."""
+    """Robust: hardly ever worse than eviction. Released: exact on what was fitted alone."""
     for kept, positions in ((100, 16), (100, 40), (250, 16), (250, 100)):
         errors = {m: held_out(m, kept, positions) for m in (ROBUST, FAITHFUL, EVICTION)}
         assert np.isfinite(list(errors.values())).all()
@@ -411,7 +408,7 @@ def test_fewer_queries_than_tokens():
 
 
 def test_errors_are_those_of_plain_attention():
-    ctx, keep, fixed = ragged()
+    ctx = ragged()[0]
     fitted = matched(ROBUST)
     found = jax.jit(match_errors)(ctx, fitted)
     for row, head in ((0, 0), (0, 1), (1, 0), (7, 1)):
@@ -429,10 +426,10 @@ class TestParameters:
     def test_one_weight_for_all(self):
         ctx, keep, fixed = ragged()
         bias, _ = at_slots(ctx, matched(dataclasses.replace(ROBUST, fit_bias="scalar")))
-        added = bias - np.asarray(ctx.bias)
         for row, head in ((0, 0), (0, 1), (1, 1)):
             free = np.asarray(keep & ~fixed)[row, head]
-            assert np.ptp(added[row, head, free]) < 1e-5 < 0.01 < added[row, head, free].mean()
+            added = bias[row, head, free] - np.asarray(ctx.bias)[row, head, free]
+            assert np.ptp(added) < 1e-5 < 0.01 < added.mean()
 
     def test_nothing_is_fitted(self):
         ctx, _, _ = ragged()
@@ -457,7 +454,7 @@ class TestParameters:
         assert (bias[free] == np.clip(bias[free], -1, np.float32(0.1))).all()
         inside = (bias[free] > -1) & (bias[free] < 0.1)
         added = (bias[free] - old)[inside]
-        assert inside.sum() > 20
+        assert inside.sum() > 10
         assert np.log(0.9) - 1e-6 <= added.min() and added.max() <= np.log(1.2) + 1e-6
 
     def test_relative_weighting_meets_the_ratio_of_masses(self):
