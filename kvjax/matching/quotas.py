@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 HALVINGS = 48
+GRID = 1024
+"""Remainders are told apart by one part in so many; what is closer is equal, but for rounding."""
 
 
 def quotas(
@@ -48,6 +50,7 @@ def quotas(
     exact = jnp.clip(exact, low, high)
     whole = jnp.floor(exact).astype(jnp.int32)
     remainder = jnp.where(whole < available, exact - whole.astype(jnp.float32), -1)
+    remainder = jnp.round(remainder * GRID)
     return whole + (_rank(-remainder) < total - whole.sum()).astype(jnp.int32)
 
 

@@ -55,9 +55,7 @@ class Head:
         return jnp.where(seen, dots * jnp.float32(self.scale) + bias[None], NEG_INF)
 
 
-def each_head(
-    function: Callable, ctx: Context, queries: int, *arrays: Array, keys: Array | None = None
-):
+def each_head(function: Callable, ctx: Context, queries: int, *arrays: Array | None):
     """Map ``function(head, *arrays of the head)`` over the KV heads of every row.
 
     Heads go side by side and rows one after the other, so that the logits of a single row are in
@@ -67,8 +65,7 @@ def each_head(
         function: of a ``Head`` and of what ``arrays`` hold for it; returns a pytree of arrays.
         ctx: the cache of one layer, with keys and queries.
         queries: how many of a row's latest queries take part.
-        arrays: with leading axes of rows and KV heads.
-        keys: other keys than those of ``ctx``, [B, Hkv, S, D].
+        arrays: with leading axes of rows and KV heads; None is passed on.
     """
     rows, count, heads, dim = ctx.queries.shape
     kv_heads = ctx.bias.shape[1]
@@ -85,10 +82,9 @@ def each_head(
         head = Head(queries, query_pos, k, jnp.where(live, pos, 0), bias, ctx.scale)
         return function(head, *arrays)
 
-    k = ctx.k if keys is None else keys
     return jax.lax.map(
         lambda row: jax.vmap(of_head)(*row),
-        (pooled, query_pos, k, ctx.pos, ctx.bias, arrays),
+        (pooled, query_pos, ctx.k, ctx.pos, ctx.bias, arrays),
     )
 
 

@@ -161,17 +161,16 @@ def biased(ctx):
     return dataclasses.replace(ctx, bias=jnp.where(ctx.live, wave, ctx.bias))
 
 
-def drift(matching, rounds: int) -> list[float]:
+def drift(matching, rounds: int, size: int, step: int) -> list[float]:
     """Log mass of the whole history after every round of a growing cache, on unseen queries."""
-    size, step, count = 256, 128, 256
-    whole, queries = caches.pair(5, size + rounds * step, 1024, 1024)
+    whole, queries = caches.pair(5, size + rounds * step, 4 * size, 4 * size)
     held = dataclasses.replace(whole, bias=jnp.where(whole.pos < size, whole.bias, -jnp.inf))
     found = []
     for turn in range(1, rounds + 1):
         fresh = (whole.pos >= size + (turn - 1) * step) & (whole.pos < size + turn * step)
         held = dataclasses.replace(held, bias=jnp.where(fresh & whole.live, 0, held.bias))
-        keep = caches.best(held, count)
-        fitted = caches.match(matching, held, keep, caches.nothing(held), count)
+        keep = caches.best(held, size)
+        fitted = caches.match(matching, held, keep, caches.nothing(held), size)
         bias, v = at_slots(held, fitted)
         bias = np.where(np.asarray(keep), bias, -np.inf)
         held = dataclasses.replace(held, bias=jnp.asarray(bias), v=jnp.asarray(v))
@@ -192,20 +191,19 @@ def log_mass(attention) -> np.ndarray:
 
 @pytest.mark.slow
 def test_mass_does_not_drift_over_six_rounds():
-    assert np.abs(drift(FAITHFUL, 6)).max() < 0.02
-    forgotten = drift(dataclasses.replace(FAITHFUL, carry_bias=False), 6)
+    assert np.abs(drift(FAITHFUL, 6, 256, 128)).max() < 0.02
+    forgotten = drift(dataclasses.replace(FAITHFUL, carry_bias=False), 6, 256, 128)
     assert forgotten[-1] < -0.1
 
 
 def test_mass_does_not_drift_over_two_rounds():
-    assert np.abs(drift(FAITHFUL, 2)).max() < 0.02
+    assert np.abs(drift(FAITHFUL, 2, 128, 64)).max() < 0.02
 
 
 class TestNothingElseMatters:
-    @BOTH
-    def test_the_order_of_slots_and_what_free_ones_hold(self, matching):
+    def test_the_order_of_slots_and_what_free_ones_hold(self):
         ctx, keep, fixed = ragged()
-        bias, v = at_slots(ctx, matched(matching))
+        bias, v = at_slots(ctx, matched(ROBUST))
         wide = layer.widened(ctx, before=7, after=4)
         order = np.random.default_rng(0).permuted(
             np.broadcast_to(np.arange(wide.bias.shape[2]), wide.bias.shape), axis=2
@@ -213,15 +211,12 @@ class TestNothingElseMatters:
         masks = [np.pad(np.asarray(x), ((0, 0), (0, 0), (7, 4))) for x in (keep, fixed)]
         masks = [jnp.asarray(np.take_along_axis(x, order, 2)) for x in masks]
         moved = layer.permuted(wide, order)
-        other_bias, other_v = at_slots(moved, caches.match(matching, moved, *masks, 41))
-        back = np.argsort(order, axis=2)[:, :, 7:-4]
-        tight = {"robust": 1e-4, "faithful": 0.05}[matching.mode]  # which inverts far smaller ones
-        live = np.asarray(ctx.live)
+        other_bias, other_v = at_slots(moved, caches.match(ROBUST, moved, *masks, 41))
+        back, live = np.argsort(order, axis=2)[:, :, 7:-4], np.asarray(ctx.live)
         other_bias = np.take_along_axis(other_bias, back, 2)[live]
-        np.testing.assert_allclose(other_bias, bias[live], rtol=tight, atol=tight)
-        if matching.mode == "robust":
-            other_v = np.take_along_axis(other_v, back[..., None], 2)[live]
-            np.testing.assert_allclose(other_v, v[live], rtol=tight, atol=tight)
+        other_v = np.take_along_axis(other_v, back[..., None], 2)[live]
+        np.testing.assert_allclose(other_bias, bias[live], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(other_v, v[live], rtol=1e-4, atol=1e-4)
 
     def test_a_row_alone(self):
         ctx, keep, fixed = ragged()
@@ -239,7 +234,7 @@ class TestNothingElseMatters:
             ctx,
             k=ctx.k.at[:, 1].multiply(0.5),
             v=ctx.v.at[:, 1].multiply(2),
-            queries=ctx.queries.at[:, :, group:].multiply(2),
+            queries=ctx.queries.at[:, :, group:].multiply(3),
         )
         base, other = matched(ROBUST), caches.match(ROBUST, changed, keep, fixed, 37)
         np.testing.assert_array_equal(other.bias[:, 0], base.bias[:, 0])
@@ -305,6 +300,7 @@ def raised(ctx, height):
     return dataclasses.replace(
         ctx,
         k=jnp.pad(ctx.k, more, constant_values=1),
+        v=jnp.pad(ctx.v, more),
         queries=jnp.concatenate([ctx.queries, heights.reshape(*shape, 1)], 3),
     )
 
@@ -328,10 +324,10 @@ def test_keys_as_they_are_stored():
     """The kept side sees them, the target does not, and a fixed one's error is made up for."""
     ctx, keep, fixed = ragged(2)
     stored = jnp.round(ctx.k * 2) / 2
-    found = jax.jit(lambda ctx, *x: ROBUST(ctx, *x[:2], 37, x[2]))(ctx, keep, fixed, stored)
-    same = jax.jit(lambda ctx, *x: ROBUST(ctx, *x[:2], 37, x[2]))(ctx, keep, fixed, ctx.k)
-    np.testing.assert_array_equal(same.bias, matched(ROBUST).bias)
-    np.testing.assert_array_equal(same.v, matched(ROBUST).v)
+    run = jax.jit(lambda k: ROBUST(ctx, keep, fixed, 37, k))
+    found, same = run(stored), run(ctx.k)
+    np.testing.assert_allclose(same.bias, matched(ROBUST).bias, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(same.v, matched(ROBUST).v, rtol=1e-3, atol=1e-3)
     measure = jax.jit(match_errors)
     aware = measure(ctx, found, stored)
     unaware = measure(ctx, same, stored)
@@ -341,6 +337,12 @@ def test_keys_as_they_are_stored():
 class TestDeployed:
     """In the attention of the decoder, a bias added to the logits."""
 
+    @functools.cache  # noqa: B019
+    def fitted(self):
+        ctx = caches.clustered(6, 100, 40)
+        return ctx, caches.match(ROBUST, ctx, caches.best(ctx, 30), caches.nothing(ctx), 37)
+
+    @functools.partial(jax.jit, static_argnames=("self", "own"))
     def attend(self, ctx, fitted, queries, k=None, v=None, own=0):
         """Over the fitted slots and ``k``, causal among the last ``own`` of these."""
         index = jnp.asarray(fitted.index)[..., None]
@@ -355,8 +357,7 @@ class TestDeployed:
         return biased_attention(queries, keys, fitted.v if v is None else v, bias, ctx.scale)
 
     def test_like_plain_attention_in_float64(self):
-        ctx = caches.clustered(6, 100, 40)
-        fitted = caches.match(ROBUST, ctx, caches.best(ctx, 30), caches.nothing(ctx), 37)
+        ctx, fitted = self.fitted()
         after = dataclasses.replace(ctx, query_pos=ctx.query_pos + 100)
         out, _ = self.attend(after, fitted, after.queries)
         for head in range(2):
@@ -366,8 +367,7 @@ class TestDeployed:
 
     @pytest.mark.parametrize("count", [1, 6])
     def test_what_is_kept_and_what_follows_are_two_parts_of_one_softmax(self, count):
-        ctx = caches.clustered(6, 100, 40)
-        fitted = caches.match(ROBUST, ctx, caches.best(ctx, 30), caches.nothing(ctx), 37)
+        ctx, fitted = self.fitted()
         rng = np.random.default_rng(0)
         k, v = (jnp.asarray(rng.standard_normal((1, 2, count, 16)), jnp.float32) for _ in "kv")
         queries = ctx.queries[:, -count:]
@@ -382,15 +382,15 @@ class TestDeployed:
 @functools.cache
 def held_out(matching, kept: int, positions: int) -> np.ndarray:
     """Log mass, mass and output of queries that were not fitted; each group has two heads."""
-    fit, other = caches.pair(7, 512, positions, 512)
-    fitted = caches.match(matching, fit, caches.best(fit, kept), caches.nothing(fit), 256)
+    fit, other = caches.pair(7, 256, positions, 256)
+    fitted = caches.match(matching, fit, caches.best(fit, kept), caches.nothing(fit), 128)
     return caches.errors(other, fitted)
 
 
 def test_what_was_not_fitted_is_the_nearer_the_more_is_kept():
-    sizes = (25, 50, 100, 250)
+    sizes = (12, 25, 50, 125)
     evicted, found = (
-        np.array([held_out(m, kept, 512) for kept in sizes]) for m in (EVICTION, ROBUST)
+        np.array([held_out(m, kept, 256) for kept in sizes]) for m in (EVICTION, ROBUST)
     )
     for errors in (evicted, found):
         assert (np.diff(errors[:, 1:], axis=0) < 0).all()
@@ -399,19 +399,22 @@ def test_what_was_not_fitted_is_the_nearer_the_more_is_kept():
     assert (abs(found[1:, 0]) < 0.5 * abs(evicted[1:, 0])).all()
 
 
-def test_fewer_queries_than_tokens():
-    """Robust: hardly ever worse than eviction. The released solvers know the training error only."""
-    for kept, positions in ((100, 16), (100, 40), (250, 16), (250, 100)):
-        errors = {m: held_out(m, kept, positions) for m in (ROBUST, FAITHFUL, EVICTION)}
-        assert np.isfinite(list(errors.values())).all()
-        assert (errors[ROBUST][1:] <= 1.05 * errors[EVICTION][1:]).all()
-    fit, _ = caches.pair(7, 512, 40, 512)
-    fitted = caches.match(FAITHFUL, fit, caches.best(fit, 100), caches.nothing(fit), 256)
-    assert caches.errors(fit, fitted)[2] < 0.2 * held_out(FAITHFUL, 100, 40)[2]
+@pytest.mark.parametrize(
+    ("kept", "positions"),
+    [(50, 24), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((50, 8), (125, 8), (125, 50)))],
+)
+def test_fewer_queries_than_tokens(kept, positions):
+    """Robust: hardly ever worse than eviction. Released: exact on what was fitted alone."""
+    errors = {m: held_out(m, kept, positions) for m in (ROBUST, FAITHFUL, EVICTION)}
+    assert np.isfinite(list(errors.values())).all()
+    assert (errors[ROBUST][1:] <= 1.05 * errors[EVICTION][1:]).all()
+    fit, _ = caches.pair(7, 256, positions, 256)
+    fitted = caches.match(FAITHFUL, fit, caches.best(fit, kept), caches.nothing(fit), 128)
+    assert caches.errors(fit, fitted)[2] < 0.2 * errors[FAITHFUL][2]
 
 
 def test_errors_are_those_of_plain_attention():
-    ctx, keep, fixed = ragged()
+    ctx = ragged()[0]
     fitted = matched(ROBUST)
     found = jax.jit(match_errors)(ctx, fitted)
     for row, head in ((0, 0), (0, 1), (1, 0), (7, 1)):
@@ -429,10 +432,10 @@ class TestParameters:
     def test_one_weight_for_all(self):
         ctx, keep, fixed = ragged()
         bias, _ = at_slots(ctx, matched(dataclasses.replace(ROBUST, fit_bias="scalar")))
-        added = bias - np.asarray(ctx.bias)
         for row, head in ((0, 0), (0, 1), (1, 1)):
             free = np.asarray(keep & ~fixed)[row, head]
-            assert np.ptp(added[row, head, free]) < 1e-5 < 0.01 < added[row, head, free].mean()
+            added = bias[row, head, free] - np.asarray(ctx.bias)[row, head, free]
+            assert np.ptp(added) < 1e-5 < 0.01 < added.mean()
 
     def test_nothing_is_fitted(self):
         ctx, _, _ = ragged()
@@ -457,12 +460,12 @@ class TestParameters:
         assert (bias[free] == np.clip(bias[free], -1, np.float32(0.1))).all()
         inside = (bias[free] > -1) & (bias[free] < 0.1)
         added = (bias[free] - old)[inside]
-        assert inside.sum() > 20
+        assert inside.sum() > 10
         assert np.log(0.9) - 1e-6 <= added.min() and added.max() <= np.log(1.2) + 1e-6
 
     def test_relative_weighting_meets_the_ratio_of_masses(self):
         absolute, relative = (
-            held_out(dataclasses.replace(ROBUST, relative=flag), 100, 512) for flag in (False, True)
+            held_out(dataclasses.replace(ROBUST, relative=flag), 50, 256) for flag in (False, True)
         )
         assert relative[1] < 0.97 * absolute[1]
 

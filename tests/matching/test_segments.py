@@ -77,7 +77,7 @@ ROW = st.lists(TOKEN | PROSE | PROSE, max_size=WIDTH)
 
 @pytest.mark.parametrize("least", [1, 4, 11])
 @pytest.mark.parametrize("merge", ["previous", "next"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.tuples(ROW, ROW))
 def test_segments_are_those_of_the_text(least, merge, rows):
     got = found(rows, least, merge)
