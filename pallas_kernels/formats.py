@@ -5,6 +5,8 @@ bytes along the packed axis, byte ``j`` holds channels ``j``, ``j + W``, ... fro
 Unpacking is then a shift and a mask of whole rows and never a shuffle within them.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
@@ -82,10 +84,12 @@ def unpack(codes: UInt8[Array, "..."], fmt: str, axis: int) -> UInt8[Array, "...
 
 def pack(codes: UInt8[Array, "..."], fmt: str, axis: int) -> UInt8[Array, "..."]:
     """Packed codes, out of one a byte; ``PER_BYTE[fmt]`` must divide the channels."""
-    planes = PER_BYTE[fmt]
-    if planes == 1:
-        return codes
-    packed, *others = jnp.split(codes, planes, axis)
+    return merge(jnp.split(codes, PER_BYTE[fmt], axis), fmt)
+
+
+def merge(planes: Sequence[UInt8[Array, "*shape"]], fmt: str) -> UInt8[Array, "*shape"]:
+    """Bytes out of their ``PER_BYTE[fmt]`` planes, one code a byte each."""
+    packed, *others = planes
     for i, plane in enumerate(others, 1):
-        packed = packed | (plane << (8 // planes * i))
+        packed = packed | (plane << (8 // PER_BYTE[fmt] * i))
     return packed

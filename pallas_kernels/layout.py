@@ -72,3 +72,22 @@ class KVPages:
         """Whether keys and values are numbers as the model made them."""
         coded = (self.k_format, self.v_format) != ("float", "float") or self.rotated
         return not coded and self.mean is None and self.balance is None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether codes, if there are any, have one scale a slot and no zero point."""
+        one = {"k": (self.page_size, 1), "v": (1, self.page_size)}
+        scales = {"k": self.k_scale, "v": self.v_scale}
+        shared = any(scales[x] is not None and scales[x].shape[1:] != one[x] for x in "kv")
+        return not shared and self.k_zero is None and self.v_zero is None
+
+
+def beyond_offsets(*arrays: Array) -> str | None:
+    """Why a Triton kernel cannot address an array, None where it can address all.
+
+    Pallas counts elements in 32 signed bits up to 4 GiB, and in 64 beyond.
+    """
+    for array in arrays:
+        if array.size > 2**31 and array.nbytes <= 2**32:
+            return f"{array.nbytes} bytes in one array overflow 32-bit offsets"
+    return None

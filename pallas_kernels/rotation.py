@@ -49,3 +49,18 @@ def unrotate(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
     """What ``rotate`` made ``x`` of: ``x @ rotation(D).T``, in float32."""
     matrix = jnp.asarray(rotation(x.shape[-1]))
     return einsum_float32("...e,de->...d", x.astype(jnp.float32), matrix)
+
+
+def into_basis(
+    x: Float[Array, "B Hkv T D"],
+    mean: Float[Array, "Hkv D"] | None,
+    balance: Float[Array, "Hkv D"] | None,
+    rotated: bool,
+) -> Float32[Array, "B Hkv T D"]:
+    """``rotate((x - mean) / balance)``, or as much of it as there is: what is coded of ``x``."""
+    x = x.astype(jnp.float32)
+    if mean is not None:
+        x -= mean[None, :, None]
+    if balance is not None:
+        x /= balance[None, :, None]
+    return rotate(x) if rotated else x

@@ -59,11 +59,7 @@ def append(
     pages = jnp.take_along_axis(table, page[:, None], 2, mode="clip")
     pages = jnp.where(keep[:, None], pages, SCRATCH_PAGE)  # [B, Hkv, T]
     slots = jnp.broadcast_to((pos % pool.page_size)[:, None], pages.shape)
-    # Zeros to the scratch page, which every row's table is padded with: a NaN of one row must not
-    # meet another row's attention weight of zero.
-    k, v = (
-        jnp.where(keep[:, None, :, None], x.swapaxes(1, 2), 0).astype(pool.k.dtype) for x in (k, v)
-    )
+    k, v = (x.swapaxes(1, 2).astype(pool.k.dtype) for x in (k, v))
     return replace_class(layer, 0, pools=write_slots(pool, pages, slots, k, v, pos, mass=mass))
 
 
@@ -98,11 +94,10 @@ def store(
     wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
     table, free = take_pages(free, table, wanted)
     pages, slots = _free_slots(pool, table, keep, codec.group)
-    # What is not kept goes to the scratch page, as zeros: see ``append``.
-    k, v = (jnp.where(keep[..., None], x, 0) for x in (k, v))
-    coded = _encode(codec, pool, k, v)
-    shared = {name: part for name, part in coded.items() if name not in ("k", "v")}
-    pool = write_slots(pool, pages, slots, coded["k"], coded["v"], pos, **shared, mass=mass)
+    shared = {}
+    if not pool.uniform:
+        k, v, shared = _encode(codec, k, v, keep)
+    pool = write_slots(pool, pages, slots, k, v, pos, **shared, mass=mass)
     placed = keep & (pages != SCRATCH_PAGE)
     if bias is not None:
         own = pool.bias.at[pages, slots].set(jnp.where(placed, bias, -jnp.inf))
@@ -269,15 +264,10 @@ def _free_slots(
     return jnp.where(place < none, pages, SCRATCH_PAGE), place % pool.page_size
 
 
-def _encode(codec: KVCodec, pool: KVPages, k, v) -> dict[str, jax.Array]:
-    """What ``write_slots`` stores of the tokens."""
-    if codec.rotate or pool.mean is not None or pool.balance is not None:
-        k = code_keys(codec, KeyBasis(pool.mean, pool.balance), k)
-        v = code_values(codec, v)
-    found = {}
-    parts = (("k", codec.k, k, pool.k.dtype), ("v", codec.v, v, pool.v.dtype))
-    for name, part, x, dtype in parts:
-        coded = part.encode(x)
-        found[name] = coded.codes.astype(dtype)
-        found |= {f"{name}_scale": coded.scale, f"{name}_zero": coded.zero}
-    return found
+def _encode(codec: KVCodec, k, v, keep) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Codes, and the scales and zero points that tokens or channels share."""
+    k, v = (
+        part.encode(jnp.where(keep[..., None], x, 0)) for part, x in ((codec.k, k), (codec.v, v))
+    )
+    shared = {"k_scale": k.scale, "v_scale": v.scale, "k_zero": k.zero, "v_zero": v.zero}
+    return k.codes, v.codes, shared

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from kvjax.codecs.codec import KVCodec
 from pallas_kernels.einsum import einsum_float32
-from pallas_kernels.rotation import rotate, unrotate
+from pallas_kernels.rotation import into_basis, rotate, unrotate
 
 
 @jax.tree_util.register_dataclass
@@ -38,12 +38,7 @@ def code_keys(
     codec: KVCodec, basis: KeyBasis, k: Float[Array, "B Hkv T D"]
 ) -> Float32[Array, "B Hkv T D"]:
     """What is encoded of the keys ``k``, rotary embedding applied."""
-    k = k.astype(jnp.float32)
-    if basis.mean is not None:
-        k -= basis.mean[None, :, None]
-    if basis.balance is not None:
-        k /= basis.balance[None, :, None]
-    return rotate(k) if codec.rotate else k
+    return into_basis(k, basis.mean, basis.balance, codec.rotate)
 
 
 def plain_keys(

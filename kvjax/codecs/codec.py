@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.codecs.grouped import encode_asymmetric, encode_e2m1, encode_ternary
-from kvjax.codecs.uniform import encode_fp8, encode_int
 from kvjax.errors import UsageError
 from pallas_kernels.formats import PER_BYTE, levels, pack
+from pallas_kernels.uniform import FORMATS, encode_uniform
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +54,11 @@ class Codec:
     zero: bool = False
     ternary_rule: str = "twn"
 
+    @property
+    def uniform(self) -> bool:
+        """Whether codes have one scale a token and no zero point."""
+        return self.fmt in FORMATS
+
     def width(self, head_dim: int) -> int:
         """Bytes of a token's codes, or channels of a token for "float".
 
@@ -80,8 +85,8 @@ class Codec:
         return self.bits + 8 * self.scale_dtype.itemsize * (1 + self.zero) / sharing
 
     def encode(self, x: Float[Array, "*batch T D"]) -> Encoded:
-        """Store ``x``. It must be finite: see ``uniform`` and ``grouped`` for what becomes of it
-        otherwise.
+        """Store ``x``. It must be finite: see ``pallas_kernels.uniform`` and ``grouped`` for what
+        becomes of it otherwise.
 
         Raises:
             ValueError: if T does not fill the last group of tokens: a group that is stored with
@@ -90,19 +95,19 @@ class Codec:
         """
         if self.fmt == "float":
             return Encoded(x, None, None)
+        if self.uniform:
+            self._check(x.shape[-1])
+            (codes,), scale = encode_uniform((x.astype(jnp.float32),), self.fmt)
+            return Encoded(pack(codes, self.fmt, -1), scale, None)
         blocks = self._blocks(x.astype(jnp.float32))
         zero = None
         match self.fmt:
-            case "fp8":
-                codes, scale = encode_fp8(blocks)
             case "e2m1":
                 codes, scale = encode_e2m1(blocks)
             case "ternary":
                 codes, scale = encode_ternary(blocks, self.ternary_rule)
-            case _ if self.zero:
-                codes, scale, zero = encode_asymmetric(blocks, self.bits)
             case _:
-                codes, scale = encode_int(blocks, self.fmt)
+                codes, scale, zero = encode_asymmetric(blocks, self.bits)
         return Encoded(pack(codes.reshape(x.shape), self.fmt, -1), scale, zero)
 
     def decode(self, stored: Encoded) -> Float32[Array, "*batch T D"]:

@@ -11,7 +11,7 @@ tokens. Callers refuse such numbers before they come here.
 import jax.numpy as jnp
 from jaxtyping import Array, Float8e4m3fn, Float16, Float32, UInt8
 
-from kvjax.codecs.scales import inverse, stored
+from pallas_kernels.scales import inverse, stored
 
 E2M1_MAX = 6.0
 TERNARY_RULES = ("twn", "absmax")

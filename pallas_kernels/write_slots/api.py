@@ -3,10 +3,13 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.layout import KVPages
-from pallas_kernels.write_slots.triton import write_slots_triton
+from pallas_kernels.uniform import FORMATS
+from pallas_kernels.write_slots.triton import unsupported, write_slots_triton
 from pallas_kernels.write_slots.xla import write_slots_xla
 
 Implementation = Literal["triton", "xla"]
@@ -27,21 +30,22 @@ def write_slots(
     mass: Float[Array, "B Hkv T"] | None = None,
     implementation: Implementation | None = None,
 ) -> KVPages:
-    """Store tokens into given slots, in place where the pool is donated.
+    """Store tokens into given slots, in place where the pool is donated, and code them if need be.
 
-    A stored slot gets bias 0 and its position; a slot of the scratch page stays free, so that is
-    where padding goes. No other slot may be named twice.
+    A stored slot gets bias 0, its position, and level 255. The scratch page stays free, so that is
+    where padding goes, which may hold anything. No other slot may be named twice.
 
     Args:
         pool: the pages.
         pages: page of each token and KV head.
         slots: slot in that page. Tokens that share a scale come together and in order, in
             neighbouring slots from a multiple of their number on.
-        k: keys, rotated to their position: numbers, or the codes that the pool holds.
+        k: keys as the model made them, rotated to their position. Or, where scales are given, what
+            the pool holds of them; so it must be where slots share scales.
         v: values, likewise.
         pos: logical positions.
-        k_scale: scales of the keys' codes; ``v_scale``, ``k_zero`` and ``v_zero`` likewise. As
-            many as the pool has.
+        k_scale: scales of codes that are made already; ``v_scale``, ``k_zero`` and ``v_zero``
+            likewise. As many as the pool has, or none at all.
         mass: attention that the tokens have received so far, zero if None.
         implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
             one launch on NVIDIA GPUs where that can run, and XLA's scatters otherwise.
@@ -51,31 +55,57 @@ def write_slots(
         NotImplementedError: the named backend cannot run this.
     """
     shared = {"k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero}
-    _check(pool, pages, slots, k, v, pos, shared)
+    coded = any(part is not None for part in shared.values())
+    if coded or pool.plain:
+        _check_held(pool, pages, k, v, shared)
+    else:
+        _check_uncoded(pool, k, v)
+    _check(pages, slots, k, v, pos)
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
-    arguments = (pool, pages, slots, k, v, pos)
+    arguments = (pool, pages, slots, k, v, pos, mass)
+    reason = "no codes that are made already" if coded else unsupported(pool, k, v)
     if implementation == "triton":
+        if reason:
+            raise NotImplementedError(f"triton write_slots: {reason}")
         return write_slots_triton(*arguments)
-    if implementation == "xla" or not _one_launch(pool):
-        return write_slots_xla(*arguments, **shared, mass=mass)
+    if implementation == "xla" or reason:
+        return write_slots_xla(*arguments, **shared)
     return jax.lax.platform_dependent(*arguments, cuda=write_slots_triton, default=write_slots_xla)
 
 
-def _check(pool, pages, slots, k, v, pos, shared) -> None:
-    rows, heads, tokens = pages.shape
+def _check(pages, slots, k, v, pos) -> None:
     if k.shape[:3] != pages.shape or v.shape[:3] != pages.shape or slots.shape != pages.shape:
         raise ValueError(
             f"k, v, pages and slots must agree, got {k.shape=} {v.shape=} {pages.shape=} "
             f"{slots.shape=}"
         )
-    if pos.shape != (rows, tokens) or (pool.k.shape[2], pool.v.shape[1]) != (
-        k.shape[3],
-        v.shape[3],
-    ):
+    if pos.shape != (pages.shape[0], pages.shape[2]):
+        raise ValueError(f"pos must be ({pages.shape[0]}, {pages.shape[2]}), got {pos.shape=}")
+
+
+def _check_uncoded(pool, k, v) -> None:
+    """Keys and values that are still to be coded."""
+    formats = pool.k_format, pool.v_format
+    if not pool.uniform or not {*formats} <= {"float", *FORMATS}:
+        raise ValueError(f"slots of {formats} share scales or have a zero point: give their codes")
+    held = tuple(
+        width * PER_BYTE.get(fmt, 1)
+        for width, fmt in zip((pool.k.shape[2], pool.v.shape[1]), formats, strict=True)
+    )
+    if held != (k.shape[-1], v.shape[-1]):
+        raise ValueError(f"the pool holds {held} channels, got {k.shape=} {v.shape=}")
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (k, v)):
+        raise ValueError(f"numbers to code must be floats, got {k.dtype=} {v.dtype=}")
+
+
+def _check_held(pool, pages, k, v, shared) -> None:
+    """Numbers or codes as the pool holds them."""
+    rows, heads, tokens = pages.shape
+    if (pool.k.shape[2], pool.v.shape[1]) != (k.shape[3], v.shape[3]):
         raise ValueError(
-            f"pos must be ({rows}, {tokens}), pool.k (.., .., {k.shape[3]}) and pool.v "
-            f"(.., {v.shape[3]}, ..), got {pos.shape=} {pool.k.shape=} {pool.v.shape=}"
+            f"pool.k must be (.., .., {k.shape[3]}) and pool.v (.., {v.shape[3]}, ..), got "
+            f"{pool.k.shape=} {pool.v.shape=}"
         )
     if pool.k.dtype != k.dtype or pool.v.dtype != v.dtype:
         raise ValueError(
@@ -95,10 +125,3 @@ def _check(pool, pages, slots, k, v, pos, shared) -> None:
                 f"{name} must be {held.dtype} {wanted}, got {new.dtype} {new.shape} for "
                 f"{tokens} tokens"
             )
-
-
-def _one_launch(pool: KVPages) -> bool:
-    """Whether the triton backend takes such a pool; whether it runs is decided when lowering."""
-    dim = pool.k.shape[2]
-    numbers = pool.k_format == pool.v_format == "float" and pool.mass is None and pool.level is None
-    return numbers and dim & (dim - 1) == 0 and not 2**31 <= pool.k.nbytes <= 2**32

@@ -5,7 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.formats import pack
 from pallas_kernels.layout import SCRATCH_PAGE, UNKNOWN_LEVEL, KVPages
+from pallas_kernels.rotation import into_basis
+from pallas_kernels.uniform import encode_uniform
 
 _STORE = {"mode": "promise_in_bounds"}
 
@@ -22,6 +25,14 @@ def write_slots_xla(
 ) -> KVPages:
     """See ``pallas_kernels.write_slots``."""
     kept = pages != SCRATCH_PAGE
+    # Zeros to the scratch page, which every row's table is padded with: a NaN of one row must not
+    # meet another row's attention weight of zero.
+    k, v = (jnp.where(kept[..., None], x, jnp.zeros((), x.dtype)) for x in (k, v))
+    if not pool.plain and all(part is None for part in shared.values()):
+        k, shared["k_scale"] = _coded(
+            into_basis(k, pool.mean, pool.balance, pool.rotated), pool, "k"
+        )
+        v, shared["v_scale"] = _coded(into_basis(v, None, None, pool.rotated), pool, "v")
     stored = {
         "k": _store_rows(pool.k, pages, slots, k),
         "v": _store_columns(pool.v, pages, slots, v),
@@ -39,6 +50,15 @@ def write_slots_xla(
             where = pages[:, :, ::tokens], slots[:, :, ::tokens] // tokens
             stored[name] = store(getattr(pool, name), *where, new)
     return dataclasses.replace(pool, **stored)
+
+
+def _coded(x, pool, side):
+    """What the pool holds of ``x``, keys or values in its basis: numbers or codes, and scales."""
+    fmt = getattr(pool, f"{side}_format")
+    if fmt == "float":
+        return x.astype(getattr(pool, side).dtype), None
+    (codes,), scale = encode_uniform([x], fmt)
+    return pack(codes, fmt, -1), scale
 
 
 def _store_rows(array, pages, slots, new) -> Array:

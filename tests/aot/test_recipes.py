@@ -126,6 +126,10 @@ def test_maintenance(h200, name, selects):
         classes=None,
     )
     assert copied(program, layer.pools) == []
+    launches = [launch.name for launch in program.launches]
+    # Slots that share scales are coded and stored by XLA.
+    stores = [name for name in launches if name.startswith("write_slots")]
+    assert len(stores) == sum(pool.uniform for pool in layer.pools[1:])
     assert program.aliased >= sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.pools, layer.tables))
     )

@@ -35,8 +35,12 @@ def problem(dtype: str, dim: int, page: int, tokens: int, seed: int = 0) -> dict
     places = places.reshape(rows, HEADS, tokens).astype(np.int32)
     pages, slots = places // page, places % page
     pages[0, :, 0] = pages[-1, 1, -1] = SCRATCH_PAGE
+    free = {
+        "bias": pool.bias.at[SCRATCH_PAGE].set(-jnp.inf),
+        "pos": pool.pos.at[SCRATCH_PAGE].set(-1),
+    }
     return {
-        "pool": dataclasses.replace(pool, bias=pool.bias.at[SCRATCH_PAGE].set(-jnp.inf)),
+        "pool": dataclasses.replace(pool, **free),
         "pages": jnp.asarray(pages),
         "slots": jnp.asarray(slots),
         "k": draw(rows, HEADS, tokens, dim),

@@ -25,7 +25,7 @@ def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.Array:
     return jnp.zeros(sizes, dtype)
 
 
-def pool(dim: int, page: int, dtype, formats=("float", "float")) -> KVPages:
+def pool(dim: int, page: int, dtype, formats=("float", "float"), notes: bool = False) -> KVPages:
     def side(fmt, *axes):
         if fmt == "float":
             return shape(*axes, dtype=dtype)
@@ -40,6 +40,9 @@ def pool(dim: int, page: int, dtype, formats=("float", "float")) -> KVPages:
         k_scale=None if formats[0] == "float" else shape(9, page, 1, dtype=jnp.float16),
         v_scale=None if formats[1] == "float" else shape(9, 1, page, dtype=jnp.float16),
         mean=shape(2, dim, dtype=jnp.float32) if coded else None,
+        balance=shape(2, dim, dtype=jnp.float32) if coded and notes else None,
+        mass=shape(9, page, dtype=jnp.float32) if notes else None,
+        level=shape(9, page, dtype=jnp.uint8) if notes else None,
         k_format=formats[0],
         v_format=formats[1],
         rotated=coded,
@@ -121,20 +124,37 @@ def test_paged_attention_that_the_kernel_cannot_do(gpu):
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
-    ("dtype", "dim", "page", "tokens", "launches"),
+    ("dtype", "dim", "page", "tokens", "formats", "arrays"),
     [
-        (jnp.bfloat16, 128, 64, 1, 1),
-        (jnp.float32, 64, 16, 16, 1),
-        (jnp.float32, 96, 16, 16, 0),
+        (jnp.bfloat16, 128, 64, 1, ("float", "float"), 4),
+        (jnp.float32, 64, 16, 16, ("float", "float"), 4),
+        (jnp.float32, 96, 16, 16, ("float", "float"), 4),
+        (jnp.bfloat16, 128, 64, 16, ("int8", "int8"), 8),
+        (jnp.bfloat16, 64, 16, 1, ("int4", "int4"), 8),
+        (jnp.bfloat16, 128, 64, 17, ("int4", "int2"), 8),
+        (jnp.float32, 256, 64, 15, ("int2", "int2"), 8),
+        (jnp.float32, 256, 64, 16, ("fp8", "fp8"), 8),
+        (jnp.bfloat16, 128, 64, 16, ("float", "int4"), 7),
     ],
+    ids=str,
 )
-def test_write_slots(gpu, dtype, dim, page, tokens, launches):
+def test_write_slots(gpu, dtype, dim, page, tokens, formats, arrays):
+    """One launch, which takes over all arrays of the pool in place."""
+    notes = formats != ("float", "float")
+    text = storing(gpu, pool(dim, page, dtype, formats, notes), dtype, dim, tokens)
+    assert text.count(KERNEL) == 1 and "stablehlo.scatter" not in text
+    line = next(line for line in text.splitlines() if KERNEL in line)
+    assert line.count("#stablehlo.output_operand_alias") == arrays
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_write_slots_that_the_kernel_cannot_do(gpu):
+    text = storing(gpu, pool(96, 16, jnp.bfloat16, ("int4", "int4")), jnp.bfloat16, 96, 16)
+    assert KERNEL not in text and "stablehlo.scatter" in text
+
+
+def storing(gpu, pages: KVPages, dtype, dim: int, tokens: int) -> str:
     places = shape(3, 2, tokens, dtype=jnp.int32)
     heads = shape(3, 2, tokens, dim, dtype=dtype)
     positions = shape(3, tokens, dtype=jnp.int32)
-    arguments = pool(dim, page, dtype), places, places, heads, heads, positions
-    text = lower(gpu, write_slots, *arguments)
-    assert text.count(KERNEL) == launches
-    if launches:  # in place: the result takes over all four arrays of the pool
-        line = next(line for line in text.splitlines() if KERNEL in line)
-        assert line.count("#stablehlo.output_operand_alias") == 4
+    return lower(gpu, write_slots, pages, places, places, heads, heads, positions)
