@@ -77,8 +77,19 @@ def held_tokens(recipe: Recipe, context: int, prompt: int) -> list[int]:
     return [kept - recipe.window]
 
 
-def filled(config: ModelConfig, recipe: Recipe, rows: int, context: int, steps: int) -> DecodeState:
-    """Every row at ``context`` tokens, those that are left of them with random keys and values."""
+def filled(
+    config: ModelConfig,
+    recipe: Recipe,
+    rows: int,
+    context: int,
+    steps: int,
+    held: list[int] | None = None,
+) -> DecodeState:
+    """Every row at ``context`` tokens, those that are left of them with random keys and values.
+
+    Args:
+        held: tokens of a KV head in each coded class; what the recipe's budget leaves if None.
+    """
     prompt = 64
     planned = plan(
         config,
@@ -91,7 +102,7 @@ def filled(config: ModelConfig, recipe: Recipe, rows: int, context: int, steps: 
     )
     # The first class has a slot for each position modulo its capacity.
     recent = context if recipe.keeps_all else recipe.window
-    others = [] if recipe.keeps_all else held_tokens(recipe, context, prompt)
+    others = [] if recipe.keeps_all else held or held_tokens(recipe, context, prompt)
 
     @functools.partial(jax.jit, donate_argnames="layer")
     def fill(layer, key):

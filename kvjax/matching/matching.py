@@ -136,7 +136,9 @@ class AttentionMatching:
         """
         keep &= ctx.live
         order = jnp.argsort(~keep, axis=2, stable=True)[:, :, :count].astype(jnp.int32)
-        valid = jnp.take_along_axis(keep, order, 2)
+        padding = ((0, 0), (0, 0), (0, count - order.shape[2]))
+        valid = jnp.pad(jnp.take_along_axis(keep, order, 2), padding)
+        order = jnp.pad(order, padding)
         index = jnp.where(valid, order, 0)
         fixed = jnp.take_along_axis(fixed, index, 2)
         k = ctx.k if stored_k is None else stored_k

@@ -173,6 +173,25 @@ def quotas(shares, available, total) -> list[int]:
     return whole
 
 
+def jumps(attention, least) -> list[int]:
+    """Segment numbers: one ends where attention changes by more than twice the median change."""
+    if not attention:
+        return []
+    steps = np.abs(np.diff(attention))
+    sizes = [1]
+    for step in steps:
+        if step > 2 * np.median(steps) and sizes[-1]:
+            sizes.append(0)
+        sizes[-1] += 1
+    merged = [sizes[0]]
+    for size in sizes[1:]:
+        if size < least or merged[0] < least:
+            merged[-1] += size
+        else:
+            merged.append(size)
+    return [number for number, size in enumerate(merged) for _ in range(size)]
+
+
 def segment_quotas(ctx, row, head, selector):
     """Slots that are pivotal, and slots that are chosen beside them; and all scores."""
     tokens = layer.tokens_of(ctx, row, head)
@@ -190,10 +209,13 @@ def segment_quotas(ctx, row, head, selector):
         chosen = rest[:left]
     else:
         chosen, shares, available = [], [], []
-        names = sorted({tokens[i].segment for i in mine})
+        segment = [token.segment for token in tokens]
+        if selector.by == "attention":
+            segment = dict(zip(mine, jumps([mean[i] for i in mine], selector.least), strict=True))
+        names = sorted({segment[i] for i in mine})
         for name in names:
             counted = rest if selector.exclude_pivotal else mine
-            inside = [i for i in counted if tokens[i].segment == name]
+            inside = [i for i in counted if segment[i] == name]
             weight, size = sum(mean[i] for i in inside), len(inside)
             if selector.weight == "token":
                 weight /= max(size, 1)
@@ -202,11 +224,11 @@ def segment_quotas(ctx, row, head, selector):
                     selector.quota
                 ]
             )
-            available.append(sum(tokens[i].segment == name for i in rest))
+            available.append(sum(segment[i] == name for i in rest))
         for name, quota in zip(
             names, quotas(shares, available, left) if names else [], strict=True
         ):
-            chosen += [i for i in rest if tokens[i].segment == name][:quota]
+            chosen += [i for i in rest if segment[i] == name][:quota]
     return pivotal, chosen, scores
 
 

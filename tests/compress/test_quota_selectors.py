@@ -23,6 +23,7 @@ QUOTAS = [
     SegmentQuotas(window=8, quota="linear", weight="token", exclude_pivotal=True, pivotal=1.5),
     SegmentQuotas(window=8, quota="none", score="mean", pivotal=0.0, cap=0.4),
     SegmentQuotas(window=8, pivotal=math.inf, score="max"),
+    SegmentQuotas(window=8, by="attention", least=4),
 ]
 
 
@@ -63,7 +64,7 @@ def test_what_stays_is_what_was_chosen(selector):
 
 def test_every_segment_keeps_a_token_as_far_as_there_is_room():
     ctx = problem()
-    keep = np.asarray(choose(QUOTAS[-1], ctx)[0])
+    keep = np.asarray(choose(QUOTAS[4], ctx)[0])
     several = 0
     for row, head in np.ndindex(keep.shape[:2]):
         mine = [token for token in layer.tokens_of(ctx, row, head) if not token.must]

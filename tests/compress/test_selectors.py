@@ -262,6 +262,8 @@ class TestRandom:
         (lambda: SegmentQuotas(cap=1.5), "cap must be between 0 and 1, got 1.5"),
         (lambda: SegmentQuotas(quota="even"), "quota must be 'sqrt', .* got 'even'"),
         (lambda: SegmentQuotas(weight="mean"), "weight must be 'total' or 'token', got 'mean'"),
+        (lambda: SegmentQuotas(by="topic"), "by must be 'text' or 'attention', got 'topic'"),
+        (lambda: SegmentQuotas(least=0), "least must be at least 1, got 0"),
         (lambda: OMP(0), "picks must be at least 1, got 0"),
         (lambda: OMP(8, schedule=((1, 1, 1),)), "schedule must be .* got"),
         (lambda: OMP(8, schedule=()), "schedule must be .* got"),

@@ -218,6 +218,13 @@ class TestNothingElseMatters:
         np.testing.assert_allclose(other_bias, bias[live], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(other_v, v[live], rtol=1e-4, atol=1e-4)
 
+    def test_more_places_than_slots(self):
+        ctx, keep, fixed = ragged()
+        base, other = matched(ROBUST), caches.match(ROBUST, ctx, keep, fixed, layer.SLOTS + 3)
+        assert not other.valid[:, :, 37:].any()
+        assert other.v.shape[2] == layer.SLOTS + 3
+        np.testing.assert_allclose(other.bias[:, :, :37], base.bias, rtol=1e-4, atol=1e-4)
+
     def test_a_row_alone(self):
         ctx, keep, fixed = ragged()
         together = matched(ROBUST)

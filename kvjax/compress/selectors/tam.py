@@ -14,6 +14,7 @@ from kvjax.compress.selectors.highest_attention import Score, check_score
 from kvjax.errors import UsageError
 from kvjax.matching.quotas import quotas
 from kvjax.matching.scores import Head, attention_scores, budgets, each_head, must_stay
+from kvjax.matching.segments import attention_segments
 
 CHOSEN, PIVOTAL = 2, 4
 """Added to the scores, which are at most 1, of tokens that are to stay."""
@@ -30,6 +31,7 @@ class SegmentQuotas:
         pivotal = those with m_j >= pivotal / N, at most floor(cap * t) of them, the highest
         t_i ~ sqrt(w_i * n_i) tokens of segment i,  sum of t_i = t - pivotal ones
 
+    Segments lie between double newlines (``kvjax.matching.segments``), or where attention jumps.
     ``n_i`` counts a segment's tokens and ``w_i`` is the sum of their ``m_j``. Within a segment the
     highest scores stay. Every segment gets one token at least, as far as ``t`` reaches, and none
     more than it has (``kvjax.matching.quotas``). Before the first query: recency.
@@ -46,6 +48,8 @@ class SegmentQuotas:
             scores of all, whatever their segment.
         weight: of a segment: "total", or "token", its mean over the segment's tokens.
         exclude_pivotal: whether ``w_i`` and ``n_i`` leave pivotal tokens out.
+        by: where a segment ends: "text", as ``Context.segment`` says (None: there is one), or
+            "attention", by ``attention_segments`` over the tokens that a head holds.
         least: tokens of a segment; shorter ones are merged.
         merge: with the "previous" segment or with the "next" one.
     """
@@ -57,6 +61,7 @@ class SegmentQuotas:
     quota: Literal["sqrt", "linear", "size", "none"] = "sqrt"
     weight: Literal["total", "token"] = "total"
     exclude_pivotal: bool = False
+    by: Literal["text", "attention"] = "text"
     least: int = 32
     merge: Literal["previous", "next"] = "previous"
 
@@ -76,6 +81,12 @@ class SegmentQuotas:
             )
         if self.weight not in ("total", "token"):
             raise UsageError(f"weight must be 'total' or 'token', got {self.weight!r}")
+        if self.by not in ("text", "attention"):
+            raise UsageError(f"by must be 'text' or 'attention', got {self.by!r}")
+        if self.merge not in ("previous", "next"):
+            raise UsageError(f"merge must be 'previous' or 'next', got {self.merge!r}")
+        if self.least < 1:
+            raise UsageError(f"least must be at least 1, got {self.least}")
 
     @property
     def needs_queries(self) -> int:
@@ -83,7 +94,7 @@ class SegmentQuotas:
 
     @property
     def needs_segments(self) -> bool:
-        return self.quota != "none"
+        return self.quota != "none" and self.by == "text"
 
     def __call__(self, ctx: Context) -> Float[Array, "B Hkv S"]:
         """Float32 scores; the highest stay. They tell the choice for ``ctx.room`` alone."""
@@ -114,9 +125,17 @@ class SegmentQuotas:
         if self.quota == "none":
             chosen = rest & (_rank_within(~rest, scores, head.pos) < left)
         else:
+            if self.by == "attention":
+                segment = self._by_attention(head.pos, mine, mean)
             chosen = self._by_segment(head.pos, segment, mine, pivotal, mean, scores, left)
         extra = jnp.where(pivotal, PIVOTAL, jnp.where(chosen, CHOSEN, 0))
         return scores + extra.astype(jnp.float32), pivotal
+
+    def _by_attention(self, pos, mine, mean):
+        order = jnp.argsort(jnp.where(mine, pos, jnp.iinfo(jnp.int32).max))
+        count = mine.sum(dtype=jnp.int32)
+        ordered = attention_segments(mean[order][None], count[None], self.least, self.merge)[0]
+        return jnp.zeros_like(pos).at[order].set(ordered)
 
     def _by_segment(self, pos, segment, mine, pivotal, mean, scores, left):
         rest = mine & ~pivotal
