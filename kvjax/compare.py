@@ -300,6 +300,7 @@ def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_t
                 config=lm.config,
                 recipe=recipe,
                 done=done,
+                model=lm.model,
             )
         tokens, count = _piece(ids[:, prompt:-1], done, steps)
         if by_tick:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
-from kvjax.cache.ledger import Ledger
+from kvjax.cache.ledger import Ledger, empty_ledger
 from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
 from kvjax.thoughts.state import Thoughts, no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages
@@ -69,7 +69,7 @@ class KVCache:
             are others.
         crowded: tokens (of one layer and KV head each) that found no slot in their own class.
         thoughts: what is known of the rows' thoughts, where they are told apart.
-        ledger: what is noted of the rows' text, where a selector looks for paragraphs.
+        ledger: the rows' text, where something looks at it again.
     """
 
     layers: tuple[LayerCache, ...]
@@ -110,11 +110,7 @@ class KVCache:
         return found
 
 
-def init_cache(
-    geometry: Geometry,
-    bases: Sequence[KeyBasis | None] | None = None,
-    newlines: UInt8[Array, " V"] | None = None,
-) -> KVCache:
+def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = None) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
 
     Free slots are zero, not unset: an attention weight of zero must not meet a NaN.
@@ -122,7 +118,6 @@ def init_cache(
     Args:
         geometry: the shapes.
         bases: each layer's key mean and balance, for codecs that use them; neutral if None.
-        newlines: of every token of the vocabulary, for the ledger; none has any if None.
     """
     bases = bases or (None,) * len(geometry.layers)
     layers = tuple(
@@ -131,15 +126,10 @@ def init_cache(
     )
     zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
     thoughts = no_thoughts(geometry.rows, geometry.segments) if geometry.segments else None
-    return KVCache(layers, *zero, thoughts, _init_ledger(geometry, newlines))
-
-
-def _init_ledger(geometry: Geometry, newlines) -> Ledger | None:
-    if not geometry.noted:
-        return None
-    flags = jnp.zeros((geometry.rows, geometry.noted), jnp.uint8)
-    none = jnp.zeros(geometry.vocab_size, jnp.uint8)
-    return Ledger(flags, none if newlines is None else none.at[: len(newlines)].set(newlines))
+    ledger = None
+    if geometry.noted:
+        ledger = empty_ledger(geometry.rows, geometry.noted, geometry.vocab_size)
+    return KVCache(layers, *zero, thoughts, ledger)
 
 
 def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None) -> LayerCache:

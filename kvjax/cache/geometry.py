@@ -53,7 +53,7 @@ class Geometry:
 
     Attributes:
         segments: segments of a row's answer, at most, whose thoughts are told apart.
-        noted: tokens of a row, at most, whose newlines are noted; 0: none are.
+        noted: tokens of a row, at most, that are noted in a ledger; 0: there is none.
         vocab_size: where they are, the tokens that there are.
     """
 
@@ -134,7 +134,7 @@ class Geometry:
             for layer, held in zip(self.layers, self.page_bytes, strict=True)
             for shape, each in zip(layer.classes, held, strict=True)
         )
-        return pages * self.num_kv_heads + self.query_bytes // self.rows + self.noted
+        return pages * self.num_kv_heads + self.query_bytes // self.rows + 4 * self.noted
 
     def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
         """One slot of a class, by what it holds."""

@@ -199,8 +199,8 @@ def plan(
         head_dim=config.head_dim,
         dtype=jnp.dtype(dtype),
         segments=segments,
-        noted=tokens if recipe.needs_segments else 0,
-        vocab_size=config.vocab_size if recipe.needs_segments else 0,
+        noted=tokens if recipe.needs_text else 0,
+        vocab_size=config.vocab_size if recipe.needs_text else 0,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
@@ -344,5 +344,5 @@ def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, promp
     apart = max(recipe.every, recipe.tick) if always else tokens - prompt
     if always and recipe.once:
         apart = max(apart, tokens - prompt - recipe.every)
-    spared = prompt if recipe.spares_prompt else 0
+    spared = prompt if recipe.spares_prompt or recipe.repeats else 0
     return min(max(recipe.most(tokens), spared + recipe.floor) + apart, tokens)

@@ -191,8 +191,8 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         for name in ("length", "prompt", "stored", "crowded")
     }
     if cache.ledger is not None:
-        flags = jnp.where(rows[:, None], jnp.uint8(0), cache.ledger.flags)
-        counters["ledger"] = dataclasses.replace(cache.ledger, flags=flags)
+        tokens = jnp.where(rows[:, None], 0, cache.ledger.tokens)
+        counters["ledger"] = dataclasses.replace(cache.ledger, tokens=tokens)
     if cache.thoughts is not None:
         none = no_thoughts(*cache.thoughts.kind.shape)
         counters["thoughts"] = jax.tree.map(

@@ -70,9 +70,19 @@ def in_window(layer: LayerCache, rows: Rows, window: int, pos, keep):
 
 
 def selection(
-    layer: LayerCache, index, recipe: Recipe, scale: float, rows: Rows, new: Candidates
+    layer: LayerCache,
+    index,
+    recipe: Recipe,
+    scale: float,
+    rows: Rows,
+    new: Candidates,
+    asked: Float[Array, "B N Hq D"] | None = None,
 ) -> tuple[list[Bool[Array, "B Hkv P page"]], Bool[Array, "B Hkv M"], Change | None]:
-    """What stays, of each class and of the candidates; and what changes of it."""
+    """What stays, of each class and of the candidates; and what changes of it.
+
+    Args:
+        asked: queries that see all there is, instead of the last ones.
+    """
     pools, tables = layer.pools[1:], layer.tables[1:]
     shapes = [(*table.shape, pool.page_size) for pool, table in zip(pools, tables, strict=True)]
 
@@ -94,8 +104,7 @@ def selection(
         seed=rows.seed,
         k=jnp.concatenate([*keys, new.k], 2) if reads else None,
         v=jnp.concatenate([*stored_values(layer, new.v.dtype), new.v], 2) if matches else None,
-        queries=layer.queries,
-        query_pos=None if layer.queries is None else query_positions(layer, rows.length),
+        **_queries(layer, rows, asked),
         mass=None if new.mass is None else joined("mass", new.mass),
         segment=None if rows.segment is None else _segment_of(rows.segment, pos),
         layer=jnp.asarray(index, jnp.int32),
@@ -122,6 +131,15 @@ def selection(
     *parts, last = jnp.split(stay, ends, -1)
     kept = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     return kept, last, change
+
+
+def _queries(layer: LayerCache, rows: Rows, asked) -> dict:
+    if asked is not None:
+        after = jnp.arange(asked.shape[1], dtype=jnp.int32)[None]
+        return {"queries": asked, "query_pos": rows.length[:, None] + after}
+    if layer.queries is None:
+        return {}
+    return {"queries": layer.queries, "query_pos": query_positions(layer, rows.length)}
 
 
 def _segment_of(segment: Int[Array, "B L"], pos: Int[Array, "B Hkv S"]) -> Int[Array, "B Hkv S"]:

@@ -61,6 +61,7 @@ def settle(
     select: bool = True,
     thoughts: Thoughts | None = None,
     classes: tuple[int, ...] | None = None,
+    asked: Float[Array, "B N Hq D"] | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Move one layer's tokens out of the recent window, and evict what is not worth its slot.
 
@@ -73,6 +74,7 @@ def settle(
         incoming: tokens of a prompt, if one is being read.
         select: False only moves tokens.
         thoughts: of an answer, where they are told apart.
+        asked: queries to select by, instead of the last ones.
         classes: the only ones that tokens can go to now, if that is known.
 
     Returns:
@@ -86,9 +88,14 @@ def settle(
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
         layer = _evict(layer, kept)
-    elif select and policy.keeps == "budget" and recipe.selector is not None:
+    elif (
+        select
+        and policy.keeps == "budget"
+        and recipe.selector is not None
+        and _can_ask(recipe, asked)
+    ):
         there = Candidates(pos, k, v, keep, mass, into, leaves)
-        kept, keep, change = selection(layer, index, recipe, scale, rows, there)
+        kept, keep, change = selection(layer, index, recipe, scale, rows, there, asked)
         if change is not None:
             layer = store_change(layer, change)
             v, bias = change_tokens(change, sum(mask[0, 0].size for mask in kept), v)
@@ -104,6 +111,11 @@ def settle(
     if recipe.once and incoming is None and select:
         layer = tidied(layer)  # nothing else will take the slots that have come free
     return _renew(layer, rows, incoming), crowded
+
+
+def _can_ask(recipe: Recipe, asked) -> bool:
+    """A model repeats its context while it answers, and not while it reads the prompt."""
+    return asked is not None or not recipe.repeats
 
 
 def _place(layer, recipe, places, into, pos, k, v, mass, bias, out):

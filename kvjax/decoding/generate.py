@@ -265,6 +265,7 @@ def _decode(
                     config=lm.config,
                     recipe=recipe,
                     done=done,
+                    model=lm.model,
                 )
             longest += steps
             done += steps

@@ -14,7 +14,9 @@ from kvjax.compress.selection import Rows
 from kvjax.compress.settle import leaving, settle
 from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.notes import with_segments
+from kvjax.decoding.repeat import repeated_queries
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
 from kvjax.thoughts import Thoughts
 from kvjax.thoughts.demotion import make_fit, refresh
@@ -29,6 +31,7 @@ def maintain(
     config: ModelConfig,
     recipe: Recipe,
     done: int,
+    model: Decoder | None = None,
 ) -> DecodeState:
     """Move what is no longer recent into pages; tell thoughts apart, and evict, when it is time.
 
@@ -44,6 +47,7 @@ def maintain(
         done: decode steps so far, a multiple of ``recipe.tick``: thoughts are told apart, and
             segments become complete, after every ``recipe.segmenter.every`` of them, and selections
             come after every ``recipe.every``. At 0 the first thought's kind is all there is to do.
+        model: the decoder, for a recipe that lets it repeat its context.
     """
     if recipe.segmenter is not None:
         state = _tell_thoughts(state, compress, config, recipe, done)
@@ -57,6 +61,9 @@ def maintain(
     select = _selects(recipe, done)
     if select:
         rows = with_segments(rows, cache.ledger, recipe)
+    asked = [None] * len(cache.layers)
+    if select and recipe.repeats:
+        asked = repeated_queries(model, cache, recipe)
     closing, demoting = _due(recipe, done)
     layers, crowded = [], cache.crowded
     for index, (layer, policy) in enumerate(
@@ -70,6 +77,7 @@ def maintain(
             segments,
             crowded,
             np.int32(index),
+            asked[index],
             recipe=recipe,
             policy=policy,
             scale=config.scale,
@@ -211,6 +219,7 @@ def _settle(
     segments: Segments | None,
     crowded,
     index,
+    asked,
     *,
     recipe,
     policy,
@@ -232,6 +241,7 @@ def _settle(
         select=select,
         thoughts=thoughts,
         classes=classes,
+        asked=asked,
     )
     if closing:
         layer = settle_levels(

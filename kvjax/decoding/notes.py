@@ -1,4 +1,4 @@
-"""What is noted of the text as it is read, and the paragraphs that it comes to."""
+"""The rows' text as it is noted, and the paragraphs that it comes to."""
 
 import dataclasses
 import functools
@@ -15,15 +15,20 @@ from kvjax.loading import LanguageModel
 from kvjax.matching.segments import newline_flags, segments
 from kvjax.recipes import Recipe
 
+INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
+
+
+def with_vocabulary(ledger: Ledger, lm: LanguageModel) -> Ledger:
+    """The ledger with what the model's tokenizer says."""
+    flags = _newlines(lm.tokenizer)
+    instruction = jnp.asarray(lm.tokenizer.encode(INSTRUCTION), jnp.int32)
+    known = ledger.newlines.at[: len(flags)].set(flags)
+    return dataclasses.replace(ledger, newlines=known, instruction=instruction)
+
 
 @functools.lru_cache(maxsize=4)
 def _newlines(tokenizer) -> np.ndarray:
     return newline_flags(tokenizer.texts())
-
-
-def newlines(lm: LanguageModel) -> np.ndarray:
-    """The newline flags of every token that the model's tokenizer knows."""
-    return _newlines(lm.tokenizer)
 
 
 def note_prompt(

@@ -166,10 +166,10 @@ def _read(
     real = positions < rows.length[:, None]
 
     def attend(q, k, v, sinks):
-        out, lse = _attend_local(q, k, v, positions, config.scale, window)
+        out, lse = attend_local(q, k, v, positions, config.scale, window)
         queries = shifted(policy, config, layer, q, rows.before)
         for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
-            history = _attend_pages(query, positions, pool, table, config.scale, window)
+            history = attend_pages(query, positions, pool, table, config.scale, window)
             out, lse = merge(out, lse, *history)
         result = add_sinks(out, lse, sinks).astype(q.dtype)
         kept, mass = layer, None
@@ -210,7 +210,7 @@ def _last(layer: LayerCache, positions: Int[Array, "B T"], rows: Rows):
     return keep & (positions >= (rows.length - capacity)[:, None])
 
 
-def _attend_local(q, k, v, positions, scale, window):
+def attend_local(q, k, v, positions, scale, window):
     """Causal attention inside the chunk, a block of queries at a time.
 
     Padding lies to the right, in the future of every token, so it needs no mask of its own.
@@ -224,7 +224,7 @@ def _attend_local(q, k, v, positions, scale, window):
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 
 
-def _attend_pages(q, positions, pool, table, scale, window):
+def attend_pages(q, positions, pool, table, scale, window):
     """Attention to the pages of a class, block after block; as many as the fullest head owns."""
     rows, kv_heads, width = table.shape
     step = min(width, max(1, HISTORY_BLOCK // pool.page_size))

@@ -201,13 +201,13 @@ def check_model(recipe: Recipe, lm: LanguageModel) -> None:
     """Refuse a recipe that the model cannot serve.
 
     Raises:
-        UsageError: thresholds were calibrated on another model, or paragraphs are looked for where
+        UsageError: thresholds were calibrated on another model, or the text is looked at again and
             there is no tokenizer.
     """
-    if recipe.needs_segments and lm.tokenizer is None:
+    if recipe.needs_text and lm.tokenizer is None:
         raise UsageError(
-            f"selector {type(recipe.selector).__name__} looks for paragraphs, and {lm.source} has "
-            "no tokenizer: give one, or a selector without segments"
+            f"method {recipe.name} looks at the text again, and {lm.source} has no tokenizer: give "
+            "one, or a selector without segments and queries that are the last ones"
         )
     wanted = getattr(recipe.segmenter, "fingerprint", "")
     if wanted and wanted != lm.fingerprint:

@@ -58,6 +58,8 @@ class AttentionMatching:
     towards the best common one and the values towards those that were there.
 
     Attributes:
+        reference: which queries are fitted: the "last" ones read, or those with which the model
+            would "repeat" its context, as the authors do it.
         queries: latest positions whose queries are fitted, of all heads of the group.
         mode: "faithful", the released solvers (clamped least squares and two steps of projected
             gradient descent; least squares of least norm), or "robust".
@@ -75,6 +77,7 @@ class AttentionMatching:
         carry_bias: False: the new bias is ``log w`` alone, as released. For ablations.
     """
 
+    reference: Literal["last", "repeat"] = "last"
     queries: int = 64
     mode: Literal["robust", "faithful"] = "robust"
     fit_bias: bool | Literal["scalar"] = True
@@ -95,6 +98,8 @@ class AttentionMatching:
             raise UsageError(f"queries must be at least 1, got {self.queries}")
         if self.steps < 0:
             raise UsageError(f"steps must be at least 0, got {self.steps}")
+        if self.reference not in ("last", "repeat"):
+            raise UsageError(f"reference must be 'last' or 'repeat', got {self.reference!r}")
         if self.mode not in ("robust", "faithful"):
             raise UsageError(f"mode must be 'robust' or 'faithful', got {self.mode!r}")
         if self.fit_bias not in (True, False, "scalar"):

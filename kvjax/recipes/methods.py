@@ -135,13 +135,15 @@ def thinkv(
 def am(**options) -> Recipe:
     """Attention matching: the keys attended to most, fitted to all (arXiv 2602.16284).
 
-    The queries are the last ones read, where the authors ask the model to repeat its context.
+    Both by the queries of the model repeating its context, which takes a pass over it.
     """
-    return _matching("am", **options)
+    asked = AttentionMatching(reference="repeat", queries=512)
+    own = {"selector": HighestAttention(window=512), "compactor": asked}
+    return _matching("am", **own | options)
 
 
 def pam(**options) -> Recipe:
-    """Attention matching without segments and pivotal tokens, TAM's own baseline."""
+    """Attention matching by the last queries, without segments and pivotal tokens."""
     return _matching("pam", **options)
 
 

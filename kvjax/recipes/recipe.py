@@ -166,6 +166,11 @@ class Recipe:
             raise UsageError(f"share_of {self.share_of} is for selectors, not for a retention")
         if self.compactor is None:
             return
+        if self.repeats and (self.retention is not None or not self.every):
+            raise UsageError(
+                "compactor cannot let the model repeat its context with method thinkv, "
+                "or while a prompt is read"
+            )
         if self.selector is None and self.retention is None:
             raise UsageError("compactor has nothing to do where nothing is evicted")
         if self.positions == "contiguous":
@@ -209,11 +214,23 @@ class Recipe:
 
     @property
     def needs_queries(self) -> int:
+        if self.repeats:
+            return 0
         return max(
             0 if self.selector is None else self.selector.needs_queries,
             0 if self.retention is None else self.retention.needs_queries,
             0 if self.compactor is None else self.compactor.needs_queries,
         )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the model repeats its context before a selection, whose queries are asked."""
+        return self.compactor is not None and self.compactor.reference == "repeat"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokens that have been read are looked at again."""
+        return self.needs_segments or self.repeats
 
     @property
     def needs_segments(self) -> bool:
