@@ -41,10 +41,10 @@ def least_squares(
             return product(a.T, _solve(factor, residual))
         return _solve(factor, product(a.T, residual))
 
-    x = shifted(b)
-    for _ in range(0 if ridge else REFINEMENTS):
-        x += shifted(b - product(a, x))
-    return x
+    def refine(_, x):
+        return x + shifted(b - product(a, x))
+
+    return jax.lax.fori_loop(0, 0 if ridge else REFINEMENTS, refine, shifted(b))
 
 
 def _solve(factor: Float[Array, "s s"], b: Float[Array, "s m"]) -> Float[Array, "s m"]:
