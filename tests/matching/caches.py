@@ -86,9 +86,13 @@ def errors(ctx, fitted) -> np.ndarray:
     return np.array([float(x.mean()) for x in (found.log_mass, found.mass, found.output)])
 
 
-@functools.partial(jax.jit, static_argnums=(1,))
 def best(ctx: Context, count: int):
     """The slots that get the highest attention."""
+    return _best(ctx, jnp.int32(count))
+
+
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+def _best(ctx, count):
     scores = HighestAttention(window=4096)(ctx)
     return keep_mask(scores, ctx.live, ctx.pos, jnp.zeros_like(ctx.live), count)
 
