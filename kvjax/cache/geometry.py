@@ -17,6 +17,8 @@ class ClassGeometry:
 
     Attributes:
         pages_per_head: the most pages that one KV head of one row can own.
+        pages_per_row: the most that all heads of a row can own together, if not each of them can
+            own as many as the one that owns the most.
         mass: whether every slot notes the attention that it receives.
         levels: whether every slot notes how many demotions its token survives.
     """
@@ -26,6 +28,11 @@ class ClassGeometry:
     pages_per_head: int
     mass: bool = False
     levels: bool = False
+    pages_per_row: int | None = None
+
+    def of_row(self, heads: int) -> int:
+        """The most pages that a row of so many KV heads can own."""
+        return heads * self.pages_per_head if self.pages_per_row is None else self.pages_per_row
 
     @property
     def capacity(self) -> int:
@@ -78,7 +85,7 @@ class Geometry:
 
     def pages(self, shape: ClassGeometry) -> int:
         """Pages of a pool, the scratch page among them."""
-        return 1 + self.rows * self.num_kv_heads * shape.pages_per_head
+        return 1 + self.rows * shape.of_row(self.num_kv_heads)
 
     @functools.cached_property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:
@@ -130,11 +137,11 @@ class Geometry:
     def row_bytes(self) -> int:
         """The most that a row can take: its pages, their table entries, last queries and ledger."""
         pages = sum(
-            shape.pages_per_head * each
+            shape.of_row(self.num_kv_heads) * each
             for layer, held in zip(self.layers, self.page_bytes, strict=True)
             for shape, each in zip(layer.classes, held, strict=True)
         )
-        return pages * self.num_kv_heads + self.query_bytes // self.rows + 4 * self.noted
+        return pages + self.query_bytes // self.rows + 4 * self.noted
 
     def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
         """One slot of a class, by what it holds."""

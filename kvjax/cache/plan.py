@@ -112,11 +112,12 @@ class Plan:
                 elif i == 1 and layer.classes[1].codec in [c.codec for c in layer.classes[2:]]:
                     what = f"first, {what}"
                 slot = sum(shape.slot_bytes(part).values())
+                most = "" if part.pages_per_row is None else "at most "
                 lines.append(
                     (
                         f"{_counted(alike, 'layer')}, {what}",
-                        f"{_counted(part.pages_per_head, 'page')} a KV head of {part.page_size} "
-                        f"slots of {slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
+                        f"{most}{_counted(part.pages_per_head, 'page')} a KV head of "
+                        f"{part.page_size} slots of {slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
                     )
                 )
         held = shape.nbytes / shape.rows / self.tokens
@@ -288,17 +289,17 @@ def _layer(
             f"page_size {page} must be a multiple of the {sharing} tokens that share a scale in "
             f"codec {policy.classes[0].name}"
         )
-    sizes = _sizes(recipe, policy, window, tokens, prompt)
-    rest = tuple(
-        ClassGeometry(
-            codec,
-            page,
-            max(1, math.ceil(size / page)),
-            recipe.needs_mass,
-            recipe.retention is not None and policy.keeps == "budget" and index in policy.of_kind,
-        )
-        for index, (codec, size) in enumerate(zip(policy.classes, sizes, strict=True), 1)
-    )
+    heads = [recipe]
+    if policy.budgets is not None:
+        heads = [dataclasses.replace(recipe, budget=n, head_shares=None) for n in policy.budgets]
+    sizes = zip(*(_sizes(head, policy, window, tokens, prompt) for head in heads), strict=True)
+    rest = []
+    for index, (codec, of_head) in enumerate(zip(policy.classes, sizes, strict=True), 1):
+        pages = [max(1, math.ceil(size / page)) for size in of_head]
+        levels = recipe.retention is not None and policy.keeps == "budget"
+        levels &= index in policy.of_kind
+        together = None if policy.budgets is None else sum(pages)
+        rest.append(ClassGeometry(codec, page, max(pages), recipe.needs_mass, levels, together))
     return LayerGeometry((first, *rest), policy.queries)
 
 

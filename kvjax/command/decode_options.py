@@ -125,6 +125,10 @@ class DecodeConfig:
         "what a --kv-budget of 1.0 or below is a share of: the tokens read, those held, or the "
         "longest that an answer and its prompt may get (default: read)",
     )
+    head_shares: str | None = option(
+        None,
+        "JSON file with the share of the budget of every KV head, a list a layer (default: alike)",
+    )
     selector: (
         Literal[
             "h2o",

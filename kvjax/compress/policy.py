@@ -4,8 +4,12 @@ import dataclasses
 import math
 from typing import Literal
 
+import jax
+import numpy as np
+
 from kvjax.codecs import KVCodec, kv_codec
 from kvjax.errors import UsageError
+from kvjax.matching.head_budgets import head_budgets
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 
@@ -22,6 +26,7 @@ class Policy:
         of_prompt: the class of the prompt's other tokens, 1 for ``classes[0]``.
         of_kind: the classes of the answer's tokens by the kind of their thought.
         queries: how many of the last queries the layer keeps.
+        budgets: tokens of each KV head, where they are not alike.
     """
 
     classes: tuple[KVCodec, ...]
@@ -30,6 +35,7 @@ class Policy:
     of_prompt: int = 1
     of_kind: tuple[int, int, int] = (1, 1, 1)
     queries: int = 0
+    budgets: tuple[int, ...] | None = None
 
 
 def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
@@ -46,6 +52,7 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
         (None if index == "*" else _layer(index, count, "layer_codecs"), spec)
         for index, spec in recipe.layer_codecs
     ]
+    budgets = _head_budgets(recipe, config)
     sampled = () if recipe.segmenter is None else recipe.segmenter.layers
     for layer in sampled:
         _layer(layer, count, "segmenter.layers")
@@ -63,17 +70,42 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
             continue
         evicts = recipe.selector is not None or recipe.retention is not None
         keeps = "budget" if evicts and layer not in skipped else "all"
+        own = budgets[layer] if keeps == "budget" else None
         if recipe.positions == "contiguous" and recipe.sinks and keeps == "budget":
-            split = Policy((codec, codec), keeps, recipe.sinks, 2, (2, 2, 2), recipe.needs_queries)
+            queries = recipe.needs_queries
+            split = Policy((codec, codec), keeps, recipe.sinks, 2, (2, 2, 2), queries, own)
             found.append(split)
             continue
-        own = [recipe.prompt_codec or recipe.codec, *(recipe.thought_codecs or [recipe.codec] * 3)]
-        codecs = [_for_layer(layer, given, spec, config) for spec in own]
+        specs = [
+            recipe.prompt_codec or recipe.codec,
+            *(recipe.thought_codecs or [recipe.codec] * 3),
+        ]
+        codecs = [_for_layer(layer, given, spec, config) for spec in specs]
         classes = tuple(dict.fromkeys(codecs))
         of_prompt, *of_kind = (1 + classes.index(codec) for codec in codecs)
         queries = max(recipe.needs_queries, int(layer in sampled))
-        found.append(Policy(classes, keeps, 0, of_prompt, tuple(of_kind), queries))
+        found.append(Policy(classes, keeps, 0, of_prompt, tuple(of_kind), queries, own))
     return tuple(found)
+
+
+def _head_budgets(recipe: Recipe, config: ModelConfig) -> list[tuple[int, ...] | None]:
+    """Tokens of each KV head of every layer; None where all have the recipe's budget.
+
+    A head gets what stays in any case first, and its share of the rest then.
+    """
+    if recipe.head_shares is None:
+        return [None] * config.num_layers
+    shares = np.asarray(recipe.head_shares, np.float64)
+    if shares.shape != (config.num_layers, config.num_kv_heads):
+        raise UsageError(
+            f"head_shares must be {config.num_layers} layers of {config.num_kv_heads} KV heads, "
+            f"got {shares.shape}"
+        )
+    least, heads = recipe.floor - 1, shares.size
+    with jax.ensure_compile_time_eval():
+        rest = recipe.budget - least
+        table = np.asarray(head_budgets(shares, rest, rest * heads))
+    return [tuple(row) for row in (table + least).tolist()]
 
 
 def _for_layer(layer: int, given: str | None, spec: str, config: ModelConfig) -> KVCodec:

@@ -76,11 +76,13 @@ def selection(
     scale: float,
     rows: Rows,
     new: Candidates,
+    budgets: tuple[int, ...] | None = None,
     asked: Float[Array, "B N Hq D"] | None = None,
 ) -> tuple[list[Bool[Array, "B Hkv P page"]], Bool[Array, "B Hkv M"], Change | None]:
     """What stays, of each class and of the candidates; and what changes of it.
 
     Args:
+        budgets: tokens of each KV head, where they are not alike.
         asked: queries that see all there is, instead of the last ones.
     """
     pools, tables = layer.pools[1:], layer.tables[1:]
@@ -114,6 +116,8 @@ def selection(
     must = protected(ctx, sinks=recipe.sinks, recent=recent, prompt=recipe.spares_prompt)
     must |= pos >= rows.leaving[:, None, None]
     room = recipe.room(rows.length, live.sum(-1, dtype=jnp.int32))
+    if budgets is not None:
+        room = jnp.broadcast_to(jnp.asarray(budgets, jnp.int32), live.shape[:2])
     ctx = dataclasses.replace(ctx, must=must, room=room)
     choose = getattr(selector, "choose", None)
     scores, as_is = choose(ctx) if choose else (selector(ctx), jnp.zeros_like(live))
@@ -123,7 +127,8 @@ def selection(
     if matches:
         stored = keys_to_store(layer, new.into, new.leaves, new.k)
         counted = isinstance(recipe.selected, int) and not recipe.spares_prompt
-        most = min(live.shape[2], recipe.selected) if counted else live.shape[2]
+        most = max(budgets or [recipe.selected]) if counted else live.shape[2]
+        most = min(most, live.shape[2])
         stored = jnp.concatenate([*keys, stored], 2)
         change = match(recipe.compactor, ctx, stay, must | as_is, most, stored)
     sizes = [shape[2] * shape[3] for shape in shapes]

@@ -95,7 +95,9 @@ def settle(
         and _can_ask(recipe, asked)
     ):
         there = Candidates(pos, k, v, keep, mass, into, leaves)
-        kept, keep, change = selection(layer, index, recipe, scale, rows, there, asked)
+        kept, keep, change = selection(
+            layer, index, recipe, scale, rows, there, policy.budgets, asked
+        )
         if change is not None:
             layer = store_change(layer, change)
             v, bias = change_tokens(change, sum(mask[0, 0].size for mask in kept), v)

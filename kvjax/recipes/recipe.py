@@ -40,6 +40,8 @@ class Recipe:
             a float of at most 1, their share of the tokens that the row has read. With a
             ``retention``: tokens of the answer's complete segments (and the share is the answer's);
             the growing one, the recent window and the prompt come on top.
+        head_shares: for every layer and KV head its share of the budget, if they are not alike; a
+            ``budget`` in tokens is then what a head has on average.
         share_of: what a budget that is a share is a share of: the tokens "read" so far, those
             "held" when the selection comes, or the "longest" that a row may get.
         prompt_budget: with a ``retention``, tokens of the prompt that its selector keeps.
@@ -71,6 +73,7 @@ class Recipe:
     retention: Retention | None = None
     compactor: AttentionMatching | None = None
     budget: int | float | None = None
+    head_shares: tuple[tuple[float, ...], ...] | None = None
     share_of: Literal["read", "held", "longest"] = "read"
     prompt_budget: int | float | None = None
     sinks: int = 4
@@ -164,6 +167,10 @@ class Recipe:
             raise UsageError(f"share_of must be read, held or longest, got {self.share_of!r}")
         if self.retention is not None and self.share_of != "read":
             raise UsageError(f"share_of {self.share_of} is for selectors, not for a retention")
+        if self.head_shares is not None:
+            counted = isinstance(self.budget, int) or self.share_of == "longest"
+            if self.selector is None or self.retention is not None or not counted:
+                raise UsageError("head_shares need a selector, and a budget in tokens")
         if self.compactor is None:
             return
         if self.repeats and (self.retention is not None or not self.every):

@@ -1,6 +1,8 @@
 """Recipes from texts, as a command line or a file has them, and back."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 from kvjax.compress import Selector
@@ -48,7 +50,7 @@ def parse(method: str, **given: Any) -> Recipe:
         method: a name of ``METHODS``.
         **given: fields of ``Recipe``; None is not given. Texts are read for ``codec`` ("k4v2"),
             ``layer_codecs`` ("0:8,*:4"), ``selector`` and ``compactor`` (names of
-            ``SELECTORS`` and ``COMPACTORS``), ``budget`` ("256"
+            ``SELECTORS`` and ``COMPACTORS``), ``head_shares`` (a JSON file of one list a layer), ``budget`` ("256"
             or "0.25"), ``compress`` ("think,answer") and ``skip_layers`` ("0,-1"). For method
             "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and retention; and ``codec``
             may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
@@ -141,12 +143,23 @@ def _read_compactor(text: str) -> AttentionMatching | None:
     return COMPACTORS[text]
 
 
+def _read_head_shares(path: str) -> tuple[tuple[float, ...], ...]:
+    try:
+        table = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        return tuple(tuple(float(share) for share in layer) for layer in table)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"head_shares {path} must be a JSON file of one list of numbers a layer: {error}"
+        ) from error
+
+
 _READERS = {
     "codec": lambda text: read_codec("codec", text),
     "prompt_codec": lambda text: read_codec("prompt_codec", text),
     "layer_codecs": _read_layer_codecs,
     "selector": _read_selector,
     "compactor": _read_compactor,
+    "head_shares": _read_head_shares,
     "budget": lambda text: _read_budget("budget", text),
     "prompt_budget": lambda text: _read_budget("prompt_budget", text),
     "compress": lambda text: tuple(item.strip() for item in text.split(",")),

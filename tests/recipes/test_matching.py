@@ -439,3 +439,24 @@ def test_survivors_of_a_thought_inherit():
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         recipes.tam(**options)
+
+
+def test_heads_hold_what_their_share_gives_them():
+    """Ragged heads: as many tokens in all, and no pages for what a head may not hold."""
+    shares = ((1.0, 3.0), (2.0, 2.0), (0.0, 1.0))
+    recipe = tam(head_shares=shares)
+    counts, owned = {}, []
+    for done, _, _, after in run(recipe, 2 * EVERY):
+        counts[done] = [len(head) for layer in after.cache.layers for head in held(layer)]
+        owned.append([int((layer.tables[1] > 0).sum()) for layer in after.cache.layers])
+    assert counts[EVERY] == counts[2 * EVERY]
+    least = recipe.floor - 1  # of every head; what is left of all budgets is shared out
+    ideal = [least + 6 * (BUDGET - least) * share / 9 for layer in shares for share in layer]
+    for count, wanted in zip(counts[EVERY], ideal, strict=True):
+        assert abs(count - max(wanted, least + 1)) <= 1
+    assert sum(counts[EVERY]) == 6 * BUDGET
+    pools = [layer.pools[1].k.shape[0] - 1 for layer in after.cache.layers]
+    for layer, pages in enumerate(pools):
+        most = [counts[EVERY][2 * layer + head] - 16 + EVERY + 16 for head in range(2)]
+        assert pages <= sum(-(-n // 16) + 1 for n in most)
+        assert max(now[layer] for now in owned) <= pages
