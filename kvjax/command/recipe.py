@@ -173,6 +173,7 @@ def _check_used(config: DecodeConfig, method: str) -> None:
             "compress_every",
             "compress_once",
             "share_of",
+            "head_shares",
             "positions",
             *(() if config.prompt_budget else ("selector",)),
         )

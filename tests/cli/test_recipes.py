@@ -12,6 +12,7 @@ from kvjax.command.options import entries, parse
 from kvjax.command.recipe import EVICTING, FLAGS, given_recipe
 from kvjax.compress import selectors
 from kvjax.decode import main
+from kvjax.matching import AttentionMatching
 
 EVERY = {
     "method": "snapkv_decode",
@@ -90,10 +91,41 @@ def test_every_flag_reaches_its_field():
             ["--method", "h2o", "--kv-bits", "4", "--kv-bits-layers", "-1:16"],
             recipes.h2o(codec="int4", layer_codecs=((-1, "bf16"),)),
         ),
+        (["--method", "tam", "--paper"], recipes.tam(paper=True)),
+        (
+            ["--method", "pam", "--compress-once", "--kv-budget", "0.1", "--share-of", "longest"],
+            recipes.pam(once=True, budget=0.1, share_of="longest"),
+        ),
+        (
+            ["--method", "rkv", "--compactor", "faithful"],
+            recipes.rkv(compactor=AttentionMatching(mode="faithful")),
+        ),
+        (
+            ["--method", "tam", "--compactor", "none", "--selector", "omp"],
+            recipes.tam(compactor=None, selector=selectors.OMP()),
+        ),
+        (
+            ["--method", "thinkv", "--compactor", "matching"],
+            recipes.thinkv(compactor=AttentionMatching()),
+        ),
     ],
 )
 def test_flags_make_a_recipe(argv, expected):
     assert given_recipe(options(*argv)) == expected
+
+
+def test_a_file_gives_the_shares_of_heads(decode, tmp_path):
+    path = tmp_path / "shares.json"
+    path.write_text("[[1, 2], [3, 4], [0, 1]]")
+    argv = ["--method", "tam", "--kv-budget", "64", "--head-shares", str(path)]
+    shares = ((1.0, 2.0), (3.0, 4.0), (0.0, 1.0))
+    assert given_recipe(options(*argv)) == recipes.tam(budget=64, head_shares=shares)
+    outcome = decode("-p", "tell me " * 9, *argv, "--compress-every", 16, "--max-new-tokens", 40)
+    assert outcome.code == 0
+    path.write_text("[[1, 2]]")
+    outcome = decode("-p", "a", *argv)
+    assert outcome.code == 2
+    assert "--head-shares must be 3 layers of 2 KV heads, got (1, 2)" in outcome.err
 
 
 def test_printed_recipes_read_back_to_the_same(capsys, tmp_path):
@@ -177,6 +209,13 @@ REFUSED = [
     ("--fit 1GiB --kv-bits 4", "--kv-bits 4 and --fit exclude each other, since --fit chooses it"),
     ("--fit 1GiB --memory 1GiB", "--fit and --memory exclude each other"),
     ("--method h2o --kv-budget 64 --kv-budget-bytes 1MiB", "exclude each other: give one"),
+    ("--method uniform --compactor matching", "--compactor matching has no effect"),
+    ("--compress-once", "--compress-once has no effect with method full"),
+    ("--method snapkv --compress-once", "--compress-once has no effect where nothing is evicted"),
+    ("--method thinkv --share-of held", "--share-of held has no effect with method thinkv"),
+    ("--method h2o --paper", "--paper is for methods thinkv and tam"),
+    ("--method thinkv --kv-bits nvfp4 --compactor matching", "--compactor changes single values"),
+    ("--method h2o --head-shares none.json", "--head-shares none.json must be a JSON file"),
     # Values.
     ("--method h2o --kv-budget 10", "--kv-budget 10 is below the 4 first and the 32 last"),
     ("--method h2o --kv-budget 10", "pass 37"),
