@@ -117,7 +117,8 @@ class Plan:
                     (
                         f"{_counted(alike, 'layer')}, {what}",
                         f"{most}{_counted(part.pages_per_head, 'page')} a KV head of "
-                        f"{part.page_size} slots of {slot:.6g} bytes, {shape.pages(part):,} pages in the pool",
+                        f"{part.page_size} slots of {slot:.6g} bytes, "
+                        f"{shape.pages(part):,} pages in the pool",
                     )
                 )
         held = shape.nbytes / shape.rows / self.tokens

@@ -34,7 +34,7 @@ class OMP:
         cutoff: log of the weight below which a key makes way for another; None: none does.
     """
 
-    picks: int
+    picks: int = 1024
     window: int = 64
     schedule: tuple[tuple[int, int, int], ...] = ((0, 1, 1),)
     cutoff: float | None = -7.0
