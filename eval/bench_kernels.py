@@ -1,14 +1,18 @@
-"""Milliseconds of one call of ``paged_attention``, for every format of the cache.
+"""Milliseconds of one call of ``paged_attention`` and of ``write_slots``, for formats of the cache.
 
     python -m kvjax.eval.bench_kernels --out eval/results/kernels_h200.json
 
-A call takes one query for each row of a batch to a pool of codes (with scales, biases and free
-slots, pages in random order) and to the few recent tokens' pool, as a step of decoding does. Calls
-are chained inside one jit. They are set against the memory roofline, and against attention that
-other libraries compute over the same number of bfloat16 tokens.
+A call of attention takes one query for each row of a batch to a pool of codes (with scales, biases
+and free slots, pages in random order) and to the few recent tokens' pool, as a step of decoding
+does. Calls are chained inside one jit. They are set against the memory roofline, against XLA's
+gather, and against attention that other libraries compute over as many bfloat16 tokens.
+
+A call of ``write_slots`` takes the tokens that leave the recent window of every row at a time: in
+one launch, into neighbouring slots or any, and in XLA's way.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import pathlib
@@ -20,8 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.eval.record import run_record, write_json
-from pallas_kernels import KVPages, paged_attention
+from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
+from pallas_kernels.write_slots.triton import write_slots_triton
 
 KV_HEADS, GROUP, DIM = 8, 4, 128
 SHAPES = ((32, 8192), (256, 1024))
@@ -36,7 +41,23 @@ FORMATS = {
 RECENT_PAGE, RECENT_PAGES = 16, 3
 FREE = 0.05  # of the slots of owned pages
 BANDWIDTH = 4.8e12  # bytes a second, by the H200's datasheet
-CALLS = 40
+CALLS, STORES = 40, 400
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreShape:
+    """Tokens of every row and KV head to store.
+
+    Attributes:
+        pages: that a KV head owns.
+        scattered: into any of their slots, as after many evictions, instead of neighbours.
+    """
+
+    rows: int = 64
+    tokens: int = 16
+    page: int = 64
+    pages: int = 4
+    scattered: bool = False
 
 
 def random_pool(key, formats: tuple[str, str], rows: int, page: int, pages: int):
@@ -78,37 +99,63 @@ def read_bytes(pools: list[KVPages]) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
 
 
-def chained(attend):
-    """``CALLS`` calls in one program, each of which needs the result of the last."""
+def store_arguments(name: str, shape: StoreShape) -> tuple[KVPages, jax.Array, dict]:
+    """A pool of a format, its table, and the arguments of ``write_slots`` beside it."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    pool, table = random_pool(keys[0], FORMATS[name], shape.rows, shape.page, shape.pages)
+    size = shape.rows, KV_HEADS, shape.tokens
+    place = jnp.broadcast_to(jnp.arange(shape.tokens, dtype=jnp.int32), size)
+    if shape.scattered:
+        every = jnp.arange(shape.page * shape.pages, dtype=jnp.int32)
+        every = jnp.broadcast_to(every, (*size[:2], every.size))
+        place = jax.random.permutation(keys[1], every, 2, independent=True)[..., : shape.tokens]
+    k, v = (jax.random.normal(key, (*size, DIM), jnp.bfloat16) for key in keys[2:])
+    return pool, table, {
+        "pages": jnp.take_along_axis(table, place // shape.page, 2),
+        "slots": place % shape.page,
+        "k": k,
+        "v": v,
+        "pos": jnp.zeros((shape.rows, shape.tokens), jnp.int32),
+    }  # fmt: skip
+
+
+def attention(attend):
+    """A step of ``measure`` that needs the output of the last one as its query."""
+
+    def step(_, q, *arguments):
+        return q + (attend(q, *arguments) * 1e-3).astype(q.dtype)
+
+    return step
+
+
+def measure(step, repeats: int, state, *arguments, calls: int = CALLS) -> dict:
+    """Milliseconds a call, of every repeat, and whether a kernel of ours was in it.
+
+    Args:
+        step: what makes the next state of the number of a call, the state and the arguments.
+    """
 
     @jax.jit
-    def calls(q, *arguments):
-        def call(_, q):
-            return q + (attend(q, *arguments) * 1e-3).astype(q.dtype)
+    def run(state, *arguments):
+        return jax.lax.fori_loop(0, calls, lambda i, state: step(i, state, *arguments), state)
 
-        return jax.lax.fori_loop(0, CALLS, call, q)
-
-    return calls
-
-
-def measure(attend, repeats: int, *arguments) -> dict:
-    """Milliseconds a call, of every repeat, and whether a kernel of ours was in it."""
-    calls = chained(attend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        lowered = calls.lower(*arguments)
+        lowered = run.lower(state, *arguments)
     text = lowered.as_text()
     compiled = lowered.compile()
     raw = []
     for _ in range(repeats + 2):  # a command buffer is recorded in its second run
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        raw.append(1000 * (time.perf_counter() - start) / CALLS)
+        jax.block_until_ready(compiled(state, *arguments))
+        raw.append(1000 * (time.perf_counter() - start) / calls)
     backend = "triton" if "xla.gpu.triton" in text else "cudnn" if "cudnn" in text else "xla"
     return {"backend": backend, "ms": statistics.median(raw[2:]), "raw_ms": raw[2:]}
 
 
-def ours(name: str, rows: int, tokens: int, page: int, repeats: int, implementation) -> dict:
+def ours(
+    name: str, rows: int, tokens: int, page: int, repeats: int, implementation, with_mass=False
+) -> dict:
     """The public op over a pool of the format and the recent tokens."""
     keys = jax.random.split(jax.random.key(0), 3)
     main = random_pool(keys[0], FORMATS[name], rows, page, tokens // page)
@@ -120,14 +167,39 @@ def ours(name: str, rows: int, tokens: int, page: int, repeats: int, implementat
     def attend(q, tables, *leaves):
         # Leaf by leaf: lowering rebuilds its arguments out of descriptions of arrays.
         pools = jax.tree.unflatten(kind, leaves)
-        options = {"scale": DIM**-0.5, "implementation": implementation}
-        return paged_attention(q, pools, tables, **options)[0]
+        options = {"scale": DIM**-0.5, "implementation": implementation, "with_mass": with_mass}
+        out, _, *mass = paged_attention(q, pools, tables, **options)
+        return out + sum(part.sum() for part in mass[0]) * 1e-9 if mass else out
 
-    found = measure(attend, repeats, q, tables, *leaves)
+    found = measure(attention(attend), repeats, q, tables, *leaves)
     moved = read_bytes(list(pools))
     rate = 1000 * moved / found["ms"]
     return {"format": name, "page": page, "bytes": moved, "bytes_per_s": rate,
             "of_roofline": rate / BANDWIDTH, **found}  # fmt: skip
+
+
+def storing(name: str, shape: StoreShape, repeats: int, store) -> dict:
+    """Coding and storing tokens, from the model's numbers on."""
+    pool, _, arguments = store_arguments(name, shape)
+    state, kind = jax.tree.flatten(pool)
+
+    def step(i, leaves, pages, slots, k, v, pos):
+        # Nothing of a call may be found to be the same in all of them.
+        pages = jnp.where(i < 0, SCRATCH_PAGE, pages)
+        pool = jax.tree.unflatten(kind, leaves)
+        return jax.tree.leaves(store(pool, pages, slots, k, v, pos))
+
+    found = measure(step, repeats, state, *arguments.values(), calls=STORES)
+    slot = read_bytes([pool]) // pool.bias.size + 4  # and its position
+    numbers = arguments["k"]
+    moved = 2 * numbers.nbytes + slot * (numbers.size // DIM)
+    return {
+        "format": name,
+        "page": shape.page,
+        "scattered": shape.scattered,
+        "bytes": moved,
+        **found,
+    }
 
 
 def contiguous(implementation: str, rows: int, tokens: int, repeats: int) -> dict:
@@ -137,7 +209,7 @@ def contiguous(implementation: str, rows: int, tokens: int, repeats: int) -> dic
     k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
     q = jax.random.normal(keys[2], (rows, 1, KV_HEADS * GROUP, DIM), jnp.bfloat16)
     attend = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
-    return measure(attend, repeats, q, k, v)
+    return measure(attention(attend), repeats, q, k, v)
 
 
 def jax_paged(rows: int, tokens: int, page: int, repeats: int) -> dict:
@@ -152,7 +224,8 @@ def jax_paged(rows: int, tokens: int, page: int, repeats: int) -> dict:
     table = jax.random.permutation(keys[2], pages).astype(jnp.int32).reshape(rows, -1)
     q = jax.random.normal(keys[3], (rows, KV_HEADS * GROUP, DIM), jnp.bfloat16)
     attend = functools.partial(module.paged_attention, k_splits=8)
-    return measure(attend, repeats, q, k, v, table, jnp.full(rows, tokens, jnp.int32))
+    lengths = jnp.full(rows, tokens, jnp.int32)
+    return measure(attention(attend), repeats, q, k, v, table, lengths)
 
 
 def main() -> None:
@@ -160,9 +233,10 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--implementation", choices=["triton", "xla"], help="of paged_attention")
     parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--warps", nargs="*", type=int, default=[], help="of write_slots, to try")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--shapes", nargs="+", type=int, default=[0, 1], help="which of SHAPES")
-    parser.add_argument("--no-others", action="store_true", help="only paged_attention")
+    parser.add_argument("--no-others", action="store_true", help="only our own kernels")
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
     args = parser.parse_args()
@@ -171,7 +245,7 @@ def main() -> None:
         "shape": {"kv_heads": KV_HEADS, "query_heads": KV_HEADS * GROUP, "head_dim": DIM},
         "results": [],
     }
-    print("rows tokens  what                 backend      ms   TB/s  of roofline")
+    print("rows tokens  what                           backend      ms   TB/s  of roofline")
 
     def note(what: str, rows: int, tokens: int, run) -> None:
         result = {"what": what, "rows": rows, "tokens": tokens}
@@ -181,7 +255,7 @@ def main() -> None:
             result["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         # The others read keys and values in bfloat16, and nothing else.
         moved = result.get("bytes", rows * tokens * KV_HEADS * DIM * 4)
-        line = f"{rows:4d} {tokens:6d}  {what:20s} "
+        line = f"{rows:4d} {tokens:6d}  {what:30s} "
         if "ms" in result:
             rate = 1000 * moved / result["ms"]
             line += f"{result['backend']:7s} {result['ms']:8.4f} {rate / 1e12:6.2f}"
@@ -195,6 +269,11 @@ def main() -> None:
         for name in args.formats:
             fixed = name, rows, tokens, args.page, args.repeats, args.implementation
             note(f"paged_attention {name}", rows, tokens, functools.partial(ours, *fixed))
+        for name in [name for name in ("bf16", "int4") if name in args.formats]:
+            fixed = name, rows, tokens, args.page, args.repeats, args.implementation, True
+            note(f"paged_attention {name}, mass", rows, tokens, functools.partial(ours, *fixed))
+            fixed = name, rows, tokens, args.page, args.repeats, "xla"
+            note(f"paged_attention {name}, gather", rows, tokens, functools.partial(ours, *fixed))
         if not args.no_others:
             rest = rows, tokens, args.repeats
             for backend in ("cudnn", "xla"):
@@ -202,6 +281,17 @@ def main() -> None:
                      functools.partial(contiguous, backend, *rest))  # fmt: skip
             note("jax paged_attention", rows, tokens,
                  functools.partial(jax_paged, rows, tokens, 16, args.repeats))  # fmt: skip
+
+    for name in [name for name in ("bf16", "int4", "int2") if name in args.formats]:
+        own, xla = (functools.partial(write_slots, implementation=by) for by in ("triton", "xla"))
+        ways = [("triton", own, False), ("scattered", own, True), ("xla", xla, False)]
+        for warps in args.warps:
+            kernel = functools.partial(write_slots_triton, num_warps=warps)
+            ways.append((f"{warps} warps", kernel, False))
+        for what, store, scattered in ways:
+            shape = StoreShape(scattered=scattered)
+            run = functools.partial(storing, name, shape, args.repeats, store)
+            note(f"write_slots {name}, {what}", shape.rows, shape.tokens, run)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def encode_uniform(
 
 def _largest(parts) -> Array:
     def over_channels(numbers):
-        return functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in numbers])
+        return functools.reduce(jnp.maximum, numbers).max(-1, keepdims=True)
 
     # XLA's CPU backend and GPUs lose a NaN in a maximum.
     broken = over_channels([jnp.isnan(x).astype(jnp.float32) for x in parts])
@@ -76,7 +76,7 @@ def _nearest(x: Array, scale: Array, fmt: str) -> Array:
 
 def _squared_error(parts, scale: Array, fmt: str) -> Array:
     errors = [_nearest(x, scale, fmt) * scale.astype(jnp.float32) - x for x in parts]
-    return sum((error * error).sum(-1, keepdims=True) for error in errors)
+    return sum(error * error for error in errors).sum(-1, keepdims=True)
 
 
 def _round(x: Array) -> Array:

@@ -24,12 +24,14 @@ def paged_attention(
     q_pos: Int[Array, " B"] | None = None,
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
     with_mass: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
     """Softmax attention of one query a row over the live slots of its pages, in one softmax.
 
-    Query head ``h`` reads KV head ``h // (Hq // Hkv)``. A slot's logit is ``q . k * scale + bias``.
+    Query head ``h`` reads KV head ``h // (Hq // Hkv)``. A slot's logit is ``q . k * scale + bias``,
+    or ``soft_cap * tanh(q . k * scale / soft_cap) + bias``.
 
     Args:
         q: queries with their rotary position applied, as the model made them; or one for each pool,
@@ -40,6 +42,7 @@ def paged_attention(
         q_pos: logical position of each row's query; needed with ``window`` alone.
         window: if given, only slots with ``q_pos - pos < window`` are seen.
         sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
+        soft_cap: if given, what logits stay below, but for biases and sinks (Gemma 2).
         with_mass: also return the attention that every slot received.
         implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
             the kernel on NVIDIA GPUs where it can run, and XLA otherwise.
@@ -56,12 +59,14 @@ def paged_attention(
     """
     queries = tuple([q] * len(pools) if isinstance(q, jax.Array) else q)
     _check(queries, pools, tables, q_pos, window, sinks)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
     arguments = queries, tuple(pools), tuple(tables), {"q_pos": q_pos, "sinks": sinks}
 
     def backend(function):
         def call(queries, pools, tables, arrays):
-            options = {"scale": scale, "window": window, "with_mass": with_mass, **arrays}
-            return function(queries, pools, tables, **options)
+            options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+            return function(queries, pools, tables, with_mass=with_mass, **options, **arrays)
 
         return call
 

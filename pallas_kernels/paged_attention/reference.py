@@ -16,6 +16,7 @@ def paged_attention_reference(
     q_pos: Int[Array, " B"] | None = None,
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"], tuple[Float[Array, "B Hkv _"], ...]]:
     """See ``pallas_kernels.paged_attention``; dense over every slot that the tables name.
 
@@ -35,7 +36,10 @@ def paged_attention_reference(
         grouped = q.astype(jnp.float32).reshape(rows, kv_heads, -1, dim)
         k, bias = k.reshape(*flat, dim), jnp.where(live, pages.bias[table], -jnp.inf).reshape(flat)
         dots = jnp.einsum("bhgd,bhsd->bhgs", grouped, k, precision="highest")
-        logits.append(dots * scale + bias[:, :, None])
+        own = dots * scale
+        if soft_cap is not None:
+            own = soft_cap * jnp.tanh(own / soft_cap)
+        logits.append(own + bias[:, :, None])
         values.append(v.reshape(*flat, dim))
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+from pallas_kernels.layout import SCRATCH_PAGE, KVPages, beyond_offsets
 from pallas_kernels.paged_attention.operands import FORMATS, LOWEST, NEG_INF, Codes, Numbers, Place
 from pallas_kernels.read import coded_queries, plain_output
 
@@ -64,9 +64,7 @@ def unsupported(
         for array, fmt in ((pages.k, pages.k_format), (pages.v, pages.v_format)):
             if fmt == "float" and array.dtype != q.dtype:
                 return f"queries and pages must have one dtype, got {q.dtype} and {array.dtype}"
-            if 2**31 <= array.nbytes <= 2**32:
-                return f"pools of 2 to 4 GiB overflow 32-bit offsets, got {array.nbytes} bytes"
-    return None
+    return beyond_offsets(*queries, *jax.tree.leaves(pools))
 
 
 def paged_attention_triton(
@@ -78,6 +76,7 @@ def paged_attention_triton(
     q_pos: Int[Array, " B"] | None,
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
+    soft_cap: float | None = None,
     with_mass: bool = False,
     launch: Launch | None = None,
     interpret: bool = False,
@@ -91,7 +90,13 @@ def paged_attention_triton(
     if reason:
         raise NotImplementedError(f"triton paged_attention: {reason}")
     shares = functools.partial(
-        _shares, scale=scale, q_pos=q_pos, window=window, with_mass=with_mass, interpret=interpret
+        _shares,
+        scale=scale,
+        q_pos=q_pos,
+        window=window,
+        soft_cap=soft_cap,
+        with_mass=with_mass,
+        interpret=interpret,
     )
     parts = [
         shares(*coded_queries(pages, q), pages, table, launch=launch or _launch(pages))
@@ -109,9 +114,23 @@ def _launch(pages: KVPages) -> Launch:
 
 
 # Compiled by itself, so that equal layers trace it once.
-@functools.partial(jax.jit, static_argnames=("launch", "window", "with_mass", "scale", "interpret"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("launch", "window", "soft_cap", "with_mass", "scale", "interpret"),
+)
 def _shares(
-    q, offset, pages: KVPages, table, *, launch, q_pos, window, with_mass, scale, interpret
+    q,
+    offset,
+    pages: KVPages,
+    table,
+    *,
+    launch,
+    q_pos,
+    window,
+    soft_cap,
+    with_mass,
+    scale,
+    interpret,
 ):
     """What N programs each found in their share of the pages of a row and KV head.
 
@@ -151,6 +170,7 @@ def _shares(
         slots=launch.slots,
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
         interpret=interpret,
     )
     return pl.pallas_call(
@@ -167,7 +187,7 @@ def _shares(
     )(arrays)
 
 
-def _attend(refs, outs, *, formats, count, slots, scale, window, interpret):
+def _attend(refs, outs, *, formats, count, slots, scale, window, soft_cap, interpret):
     row, head, part = (pl.program_id(axis) for axis in range(3))
     table, page = refs["table"], refs["bias"].shape[1]
     width = table.shape[2]
@@ -216,10 +236,15 @@ def _attend(refs, outs, *, formats, count, slots, scale, window, interpret):
             return None if found is None else jnp.where(live, found, 0)
 
         mark = jnp.where(live, mark * jnp.float32(LOG2E), jnp.float32(NEG_INF))[:, None]
+        added = mark if soft_cap is None else jnp.zeros_like(mark)
         if shift is not None:
-            mark = mark + shift[None]
+            added = added + shift[None]
         # [slots, columns]
-        logits = k_side.times_query(refs["k"], place, query, scales("k_scale"), mark)
+        logits = k_side.times_query(refs["k"], place, query, scales("k_scale"), added)
+        if soft_cap is not None:
+            top_logit = jnp.float32(soft_cap * LOG2E)
+            capped = jnp.tanh(logits * (1 / top_logit)) * top_logit
+            logits = jnp.where(live[:, None], capped + mark, mark)
         if "logits" in outs:
             at = (i * slots + jnp.arange(slots))[:, None]
             where = outs["logits"].at[row, head, at, columns[None]]

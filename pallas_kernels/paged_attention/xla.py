@@ -22,6 +22,7 @@ def paged_attention_xla(
     q_pos: Int[Array, " B"] | None,
     window: int | None,
     sinks: Float[Array, " Hq"] | None,
+    soft_cap: float | None = None,
     with_mass: bool = False,
 ) -> tuple[Any, ...]:
     """See ``pallas_kernels.paged_attention``. Free slots of a named page must be finite."""
@@ -35,13 +36,16 @@ def paged_attention_xla(
         dots = einsum_float32("bhgd,bhsd->bhgs", q.reshape(grouped), k)
         if offset is not None:
             dots += offset.reshape(rows, heads, -1, 1)
+        own = dots * scale
+        if soft_cap is not None:
+            own = soft_cap * jnp.tanh(own / soft_cap)
         bias = pages.bias[table]
         if window is not None:
             near = q_pos[:, None, None, None] - pages.pos[table] < window
             bias = jnp.where(near, bias, -jnp.inf)
         bias = bias.reshape(rows, heads, 1, -1)
         live.append(bias > NEG_INF)
-        logits.append(jnp.where(live[-1], dots * scale + bias, NEG_INF))
+        logits.append(jnp.where(live[-1], own + bias, NEG_INF))
     weights, lse = _softmax(logits, live, sinks)
 
     out = jnp.zeros(queries[0].reshape(grouped).shape, jnp.float32)

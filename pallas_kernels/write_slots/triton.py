@@ -22,7 +22,6 @@ from pallas_kernels.uniform import encode_uniform
 
 _TILE = 16  # tokens of a program, and the fewest that a product takes
 _WIDEST = 64  # channels of a chunk that is rotated
-_WARPS = 4  # of a program that codes
 
 
 def unsupported(pool: KVPages, k: Array, v: Array) -> str | None:
@@ -44,11 +43,15 @@ def write_slots_triton(
     pos: Int[Array, "B T"],
     mass: Float[Array, "B Hkv T"] | None = None,
     *,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> KVPages:
     """See ``pallas_kernels.write_slots``; takes no codes that are made already.
 
     Nothing is written for a token of the scratch page.
+
+    Args:
+        num_warps: of a program; None for one where nothing is coded, and else four.
 
     Raises:
         NotImplementedError: the pool or the head size is not for this kernel.
@@ -80,7 +83,7 @@ def write_slots_triton(
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held),
         # What is not stored to survives.
         input_output_aliases={len(given) + i: i for i in range(len(held))},
-        compiler_params=plt.CompilerParams(num_warps=1 if pool.plain else _WARPS),
+        compiler_params=plt.CompilerParams(num_warps=num_warps or (1 if pool.plain else 4)),
         interpret=interpret,
         name="write_slots",
     )(given, held)

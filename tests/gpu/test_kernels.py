@@ -1,5 +1,6 @@
 """Both ops as a GPU runs them. `make venv`, `.venv/bin/pip install -e .[cuda]`, then
-`.venv/bin/python -m pytest -m gpu tests/gpu`."""
+`.venv/bin/python -m pytest -m gpu tests/gpu`. docs/kernels.md says how to run it under
+compute-sanitizer."""
 
 import dataclasses
 import functools
@@ -9,39 +10,42 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVPages, paged_attention, write_slots
+from kvjax.eval.bench_kernels import FORMATS, SHAPES, StoreShape, random_pool, store_arguments
+from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE, middle
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from tests.kernels import cases
+from tests.kernels import cases, coded
 from tests.kernels.cases import Case
-from tests.kernels.stores import SHAPES, bits, oracle, pointers, problem
+from tests.kernels.stores import SHAPES as STORES
+from tests.kernels.stores import bits, oracle, pointers, problem
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason=f"no NVIDIA GPU. {__doc__}"),
 ]
 WIDE = Case(head_dim=128, group=4, page=64, dtype="bfloat16", lengths="empty between full")
-BACKENDS = ["triton", "xla", None]
+COVERING = cases.covering(head_dim=(64, 96, 128, 256), page=(16, 32, 64, 128))
+CODED = [("int8", 64, 17), ("int4", 128, 16), ("int2", 256, 15), ("fp8", 128, 1),
+         ("k4v2", 128, 33), ("k16v4", 64, 16), ("bf16", 96, 5)]  # fmt: skip
+BENCHMARK = [*((name, SHAPES[0]) for name in FORMATS), ("int4", SHAPES[1])]
+RUNS = 10
 
 
 def attend(problem: cases.Problem, implementation):
-    options = {"scale": problem.scale, "window": problem.window, "with_mass": True}
-    fn = functools.partial(paged_attention, implementation=implementation, **options)
+    fixed = {name: getattr(problem, name) for name in ("scale", "window", "soft_cap")}
+    fn = functools.partial(paged_attention, implementation=implementation, with_mass=True, **fixed)
     arrays = {"q_pos": problem.q_pos, "sinks": problem.sinks}
     return jax.jit(lambda q, pools, tables, arrays: fn(q, pools, tables, **arrays))(
         problem.q, problem.pools, problem.tables, arrays
     )
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        *cases.covering(head_dim=(64, 96, 128, 256), page=(16, 32, 64, 128)),
-        *(dataclasses.replace(WIDE, fmt=fmt) for fmt in cases.AXES["fmt"]),
-    ],
-    ids=str,
-)
+def test_at_most_60_configurations():
+    assert len(COVERING) + len(BENCHMARK) + len(STORES) + len(CODED) <= 60
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("case", COVERING, ids=str)
 def test_paged_attention(case, implementation):
     problem = cases.build(case)
     problem = cases.finite(problem) if implementation == "xla" else problem
@@ -62,6 +66,29 @@ def test_the_kernel_is_what_runs():
         return jax.jit(attend).lower(problem.q, problem.tables, *leaves).compile().as_text()
 
     assert "gpu$xla.gpu.triton" in text(None) and "gpu$xla.gpu.triton" not in text("xla")
+
+
+@pytest.mark.parametrize(("name", "shape"), BENCHMARK, ids=str)
+def test_paged_attention_of_the_benchmark(name, shape):
+    """Long rows with recent tokens beside them, against the reference; ten times the same."""
+    rows, tokens = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    main = random_pool(keys[0], FORMATS[name], rows, 64, tokens // 64)
+    recent = random_pool(keys[1], ("float", "float"), rows, 16, 3)
+    pools, tables = zip(main, recent, strict=True)
+    q = jax.random.normal(keys[2], (rows, 32, 128), jnp.bfloat16)
+    fn = functools.partial(paged_attention, scale=128**-0.5, implementation="triton")
+    attend = jax.jit(lambda q, pools, tables: fn(q, pools, tables))
+    runs = [jax.device_get(attend(q, pools, tables)) for _ in range(RUNS)]
+    assert len({(out.tobytes(), lse.tobytes()) for out, lse in runs}) == 1
+    out, lse = runs[0]
+    for row in range(0, rows, max(1, rows // 4)):  # the reference is dense, in float32
+        one = slice(row, row + 1)
+        part = (q[one],) * 2, pools, tuple(table[one] for table in tables)
+        expected, expected_lse, _ = paged_attention_reference(*part, scale=128**-0.5)
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(out[one], expected, rtol=0, atol=0.02 * largest)
+        np.testing.assert_allclose(lse[one], expected_lse, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("fmt", ["float", "int8", "int4", "int2"])
@@ -115,11 +142,8 @@ def test_long_rows_against_the_reference(implementation, dtype, fmt):
     assert (out[5] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize(
-    ("dtype", "dim", "page", "tokens"),
-    SHAPES,
-)
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize(("dtype", "dim", "page", "tokens"), STORES)
 def test_write_slots(implementation, dtype, dim, page, tokens):
     arguments = problem(dtype, dim, page, tokens)
     expected = bits(oracle(**arguments))
@@ -129,3 +153,79 @@ def test_write_slots(implementation, dtype, dim, page, tokens):
     stored = store(*arguments.values())
     assert bits(stored) == expected
     assert pointers(stored) == where
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dim", "tokens"), CODED)
+def test_write_slots_codes(name, dim, tokens, dtype):
+    """One launch against XLA's way, ten times the same; padding is NaN, and stays where it is."""
+    arguments = coded.problem(name, dim, tokens, full=True, dtype=jnp.dtype(dtype))
+    named = (functools.partial(write_slots, implementation=by) for by in ("triton", "xla"))
+    triton, xla = map(jax.jit, named)
+    stored = [triton(**arguments) for _ in range(RUNS)]
+    coded.check(stored[0], xla(**arguments), arguments)
+    found = [[x.tobytes() for x in coded.arrays(pool).values()] for pool in stored]
+    assert all(again == found[0] for again in found)
+
+
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_write_slots_of_the_benchmark(name):
+    """In place, and what the launch stored is attended to as what XLA stored."""
+    shape = StoreShape()
+    pool, table, arguments = store_arguments(name, shape)
+    out = []
+    for by in ("triton", "xla"):
+        store = jax.jit(functools.partial(write_slots, implementation=by), donate_argnums=0)
+        copy = jax.tree.map(jnp.copy, pool)
+        where = pointers(copy)
+        stored = store(copy, **arguments)
+        assert pointers(stored) == where
+        q = jax.random.normal(jax.random.key(1), (shape.rows, 32, 128), jnp.bfloat16)
+        out.append(paged_attention(q, [stored], [table], scale=128**-0.5)[0])
+    largest = float(jnp.abs(out[1]).max())
+    np.testing.assert_allclose(*out, rtol=0, atol=1e-3 * largest)
+
+
+@pytest.mark.parametrize(("fmt", "pages"), [("float", 3 * 2**19), ("int8", 2**22 + 1)], ids=str)
+def test_pools_of_gigabytes(fmt, pages):
+    """3 GiB of bfloat16, in 32-bit offsets, and 4 GiB of bytes, in 64-bit ones."""
+    rows, tokens, page, dim = 2, 16, 16, 64
+    numbers = jnp.bfloat16 if fmt == "float" else jnp.uint8
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((rows, 1, tokens, dim)), jnp.bfloat16) for _ in "kv")
+    q = jnp.asarray(rng.standard_normal((rows, 4, dim)), jnp.bfloat16)
+
+    def attend(count, first):
+        scale = jnp.zeros((count, page), jnp.float16)
+        pool = KVPages(
+            k=jnp.zeros((count, page, dim), numbers),
+            v=jnp.zeros((count, dim, page), numbers),
+            bias=jnp.full((count, page), -jnp.inf),
+            pos=jnp.full((count, page), -1, jnp.int32),
+            k_scale=None if fmt == "float" else scale[:, :, None],
+            v_scale=None if fmt == "float" else scale[:, None],
+            k_format=fmt,
+            v_format=fmt,
+            rotated=fmt != "float",
+        )
+        table = first + jnp.arange(rows, dtype=jnp.int32).reshape(rows, 1, 1)
+        at = jnp.broadcast_to(table, (rows, 1, tokens))
+        slots = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), at.shape)
+        pos = jnp.zeros((rows, tokens), jnp.int32)
+        store = jax.jit(functools.partial(write_slots, implementation="triton"), donate_argnums=0)
+        pool = store(pool, at, slots, k, v, pos)
+        return paged_attention(q, [pool], [table], scale=0.1, implementation="triton")
+
+    for large, small in zip(attend(pages, pages - rows), attend(5, 1), strict=True):
+        np.testing.assert_array_equal(large, small)
+        assert np.isfinite(large).all() and (large != 0).all()
+
+
+def test_small_for_a_sanitizer():
+    """One small case of each op, and of XLA's nothing but what surrounds them."""
+    case = dataclasses.replace(WIDE, head_dim=64, fmt="int4", basis=True)
+    problem = cases.build(case)
+    cases.check(attend(problem, "triton"), problem)
+    arguments = coded.problem("k4v2", 64, 17, full=True)
+    stored = jax.jit(functools.partial(write_slots, implementation="triton"))(**arguments)
+    assert np.isneginf(np.asarray(stored.bias)[SCRATCH_PAGE]).all()

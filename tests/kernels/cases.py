@@ -33,6 +33,7 @@ AXES = {
     "bias": ("zero", "any"),
     "sinks": (False, True),
     "window": (False, True),
+    "cap": (False, True),
     "pools": (1, 2),
     "dtype": ("float32", "bfloat16"),
     "fmt": ("float", "fp8", "int8", "int4", "int2", "int8 int2", "float int4"),
@@ -55,13 +56,14 @@ class Case:
     bias: str = "any"
     sinks: bool = True
     window: bool = True
+    cap: bool = False
     pools: int = 1
     dtype: str = "float32"
     fmt: str = "float"
     basis: bool = False
 
     def __str__(self) -> str:
-        switches = [name for name in ("sinks", "window", "basis") if getattr(self, name)]
+        switches = [name for name in ("sinks", "window", "cap", "basis") if getattr(self, name)]
         numbers = f"D{self.head_dim}-G{self.group}-page{self.page}-pools{self.pools}"
         kind = [self.dtype, self.fmt, self.lengths, f"bias {self.bias}"]
         return "-".join([numbers, *kind, *switches])
@@ -110,10 +112,11 @@ class Problem:
     q_pos: Any
     window: int | None
     sinks: Any
+    soft_cap: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("scale", "q_pos", "window", "sinks")
+        names = ("scale", "q_pos", "window", "sinks", "soft_cap")
         return {name: getattr(self, name) for name in names}
 
 
@@ -141,6 +144,7 @@ def build(case: Case, seed: int = 0) -> Problem:
         q_pos=jnp.asarray(np.maximum(counts.max(1) - 1, 0), jnp.int32),
         window=case.page if case.window else None,
         sinks=jnp.asarray(rng.standard_normal(heads), jnp.float32) if case.sinks else None,
+        soft_cap=1.5 if case.cap else None,
     )
 
 
@@ -274,7 +278,10 @@ def oracle(problem: Problem) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
                     age = int(problem.q_pos[row]) - pos[page, slot]
                     if problem.window is None or age < problem.window:
                         dot = (q[row, head] * (k[page, slot] * key + mean)).sum()
-                        logits.append(dot * problem.scale + bias[page, slot])
+                        own = dot * problem.scale
+                        if problem.soft_cap is not None:
+                            own = problem.soft_cap * np.tanh(own / problem.soft_cap)
+                        logits.append(own + bias[page, slot])
                         values.append(v[page, slot])
                         where.append((index, place, slot))
         if problem.sinks is not None:

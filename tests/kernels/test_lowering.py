@@ -56,6 +56,7 @@ def attention(
         paged_attention,
         scale=0.1,
         window=8 if full else None,
+        soft_cap=30.0 if full else None,
         implementation=implementation,
         with_mass=full,
     )

@@ -34,7 +34,8 @@ xla = one_query(paged_attention_xla, with_mass=True)
 
 
 def run(backend, problem: cases.Problem):
-    fn = functools.partial(backend, scale=problem.scale, window=problem.window)
+    fixed = {name: getattr(problem, name) for name in ("scale", "window", "soft_cap")}
+    fn = functools.partial(backend, **fixed)
     arrays = {"q_pos": problem.q_pos, "sinks": problem.sinks}
     # Every case is compiled to be run once.
     quick = {"xla_backend_optimization_level": 0}
@@ -227,6 +228,7 @@ TABLE = jnp.zeros((3, 2, 4), jnp.int32)
         ({"v": (3, 16, 16)}, r"got \(4, 16, 16\) and \(3, 16, 16\)"),
         ({"q_pos": None}, "window=16 needs `q_pos`"),
         ({"sinks": jnp.zeros(7)}, r"sinks must have shape \(8,\), got \(7,\)"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive, got 0.0"),
         ({"implementation": "mosaic"}, "implementation .* got 'mosaic'"),
     ],
 )
@@ -291,17 +293,34 @@ def test_triton_refuses_a_second_dtype():
 
 
 @pytest.mark.parametrize(
-    ("pages", "fits"), [(2**20 - 1, True), (2**20, False), (2**21, False), (2**21 + 1, True)]
+    ("pages", "fmt", "fits"),
+    [
+        (2**21, "int8", True),
+        (2**21 + 1, "int8", False),
+        (2**22, "int8", False),
+        (2**22 + 1, "int8", True),
+        (2**20, "float", True),
+        (2**21, "float", True),
+        (2**21 + 1, "float", True),
+    ],
 )
-def test_pools_beyond_the_kernels_offsets_take_the_other_backend(unchecked, pages, fits):
+def test_pools_beyond_the_kernels_offsets_take_the_other_backend(unchecked, pages, fmt, fits):
+    """It counts elements in 32 signed bits up to 4 GiB, and in 64 beyond."""
+
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
+    coded = fmt != "float"
+    numbers = jnp.uint8 if coded else jnp.bfloat16
     pool = KVPages(
-        shape(pages, 16, 64),
-        shape(pages, 64, 16),
+        shape(pages, 16, 64, dtype=numbers),
+        shape(pages, 64, 16, dtype=numbers),
         shape(pages, 16, dtype=jnp.float32),
         shape(pages, 16, dtype=jnp.int32),
+        k_scale=shape(pages, 16, 1, dtype=jnp.float16) if coded else None,
+        v_scale=shape(pages, 1, 16, dtype=jnp.float16) if coded else None,
+        k_format=fmt,
+        v_format=fmt,
     )
 
     def jaxpr(**options):
@@ -313,5 +332,5 @@ def test_pools_beyond_the_kernels_offsets_take_the_other_backend(unchecked, page
     if fits:
         jaxpr(implementation="triton")
     else:
-        with pytest.raises(NotImplementedError, match=r"2 to 4 GiB .* got \d{10} bytes"):
+        with pytest.raises(NotImplementedError, match=r"\d{10} bytes in one array overflow"):
             jaxpr(implementation="triton")

@@ -1,0 +1,86 @@
+"""The kernels by themselves, compiled for an H200: one launch each, and nothing beside it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import KVPages, paged_attention, write_slots
+from pallas_kernels.formats import PER_BYTE
+
+pytestmark = pytest.mark.aot
+ROWS, HEADS, PAGE, PAGES = 4, 8, 64, 129
+
+
+def array(*shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def pool(dim: int, formats: tuple[str, str]) -> KVPages:
+    coded = formats != ("float", "float")
+    k, v = (array(PAGES, PAGE, dim // PER_BYTE[fmt], dtype=jnp.uint8) if fmt in PER_BYTE
+            else array(PAGES, PAGE, dim) for fmt in formats)  # fmt: skip
+    scales = [None if fmt == "float" else jnp.float16 for fmt in formats]
+    return KVPages(
+        k,
+        array(PAGES, v.shape[2], PAGE, dtype=v.dtype),
+        array(PAGES, PAGE, dtype=jnp.float32),
+        array(PAGES, PAGE, dtype=jnp.int32),
+        k_scale=scales[0] and array(PAGES, PAGE, 1, dtype=scales[0]),
+        v_scale=scales[1] and array(PAGES, 1, PAGE, dtype=scales[1]),
+        mean=array(HEADS, dim, dtype=jnp.float32) if coded else None,
+        balance=array(HEADS, dim, dtype=jnp.float32) if coded else None,
+        mass=array(PAGES, PAGE, dtype=jnp.float32),
+        level=array(PAGES, PAGE, dtype=jnp.uint8),
+        k_format=formats[0],
+        v_format=formats[1],
+        rotated=coded,
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize(
+    ("formats", "dim"),
+    [
+        (("float", "float"), 96),
+        (("int8", "int8"), 64),
+        (("fp8", "fp8"), 256),
+        (("int4", "int4"), 128),
+        (("int4", "int2"), 128),
+        (("float", "int4"), 64),
+    ],
+    ids=str,
+)
+def test_write_slots(h200, formats, dim, tokens):
+    places = array(ROWS, HEADS, tokens, dtype=jnp.int32)
+    heads = array(ROWS, HEADS, tokens, dim)
+    pages = pool(dim, formats)
+    arguments = pages, places, places, heads, heads, array(ROWS, tokens, dtype=jnp.int32)
+    program = h200.compile(jax.jit(write_slots, donate_argnums=0), *arguments)
+    assert [launch.name for launch in program.launches] == ["write_slots"]
+    written = jax.tree.leaves(dataclasses.replace(pages, mean=None, balance=None))
+    assert program.aliased >= sum(leaf.size * leaf.dtype.itemsize for leaf in written)
+
+
+@pytest.mark.parametrize(
+    ("formats", "dim", "group"),
+    [(("float", "float"), 96, 4), (("int4", "int4"), 128, 4), (("fp8", "fp8"), 64, 16)],
+    ids=str,
+)
+def test_paged_attention_with_all_that_it_takes(h200, formats, dim, group):
+    def attend(q, pages, table, q_pos, sinks):
+        options = {"scale": 0.1, "window": 99, "soft_cap": 30.0, "with_mass": True}
+        return paged_attention(q, [pages], [table], q_pos=q_pos, sinks=sinks, **options)
+
+    heads = HEADS * group
+    program = h200.compile(
+        jax.jit(attend),
+        array(ROWS, heads, dim),
+        pool(dim, formats),
+        array(ROWS, HEADS, 4, dtype=jnp.int32),
+        array(ROWS, dtype=jnp.int32),
+        array(heads, dtype=jnp.float32),
+    )
+    names = [launch.name for launch in program.launches]
+    assert sum(name.startswith("paged_attention") for name in names) == 1
