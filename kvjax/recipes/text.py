@@ -52,8 +52,8 @@ def parse(method: str, **given: Any) -> Recipe:
             ``layer_codecs`` ("0:8,*:4"), ``selector`` and ``compactor`` (names of
             ``SELECTORS`` and ``COMPACTORS``), ``head_shares`` (a JSON file of one list a layer),
             ``budget`` ("256" or "0.25"), ``compress`` ("think,answer") and ``skip_layers``
-            ("0,-1"). For method "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and retention; and ``codec``
-            may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
+            ("0,-1"). For method "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and
+            retention; and ``codec`` may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
 
     Raises:
         UsageError: beginning with the field that is wrong.
