@@ -20,9 +20,9 @@ _MIX = (
     (1.0, (0.05, 0.1, 0.35, 0.3, 0.2)),
 )
 """Up to which share of the training, how often each level is trained."""
-_HIDING = (0.25, 0.4)
+_HIDING = (0.25, 0.45)
 """Shares of the training at which rows begin to be hidden from, and at which most are."""
-_HIDDEN, _LEAST = 0.7, 0.25
+_HIDDEN, _LEAST = 0.65, 0.25
 """The share of the rows that lose tokens in the end, and the smallest budget's share of a trace."""
 
 

@@ -18,6 +18,8 @@ WIDTHS = {200: 320, 500: 704, 1000: 1280, 2000: 2560, 4000: 5120}
 """Levels, by about how many tokens their traces have, and the tokens that hold any such problem."""
 TOLERANCE = 0.1
 """A trace's length is off its level by this share at most."""
+FAR = 1000
+"""From this level on, some value that is needed was last stated more than half of a trace ago."""
 _TOKENS = 88
 """Of a trace, for each quantity that is needed: about."""
 _NOTED, _BRANCHING, _REUSING = 0.2, 0.45, 0.25
@@ -87,12 +89,10 @@ def problem(level: int, index: int, *, split: str = "test", seed: int = 0) -> Pr
     while True:
         found = _solve(_Draft(rng, needed))
         length = len(found.tokens) - found.prompt
-        if abs(length - level) <= TOLERANCE * level and len(found.tokens) <= WIDTHS[level]:
+        if abs(length - level) > TOLERANCE * level or len(found.tokens) > WIDTHS[level]:
+            needed = max(needed + rng.randint(0, 1) * (1 if length < level else -1), 2)
+        elif level < FAR or max(found.reads) > length / 2:
             return found
-        if length > level:
-            needed = max(needed - rng.randint(0, 1), 2)
-        else:
-            needed += rng.randint(0, 1)
 
 
 def answer_of(tokens) -> int | None:
@@ -132,7 +132,7 @@ class _Draft:
             self.formulas[name] = Formula(right=rng.randrange(MODULUS))
         elif size >= 3 and (root or draw < _BRANCHING):
             # The first operand has to be kept in mind while the second is worked out.
-            low, high = (0.2, 0.33) if root else (0.0, 1.0)
+            low, high = (0.15, 0.3) if root else (0.0, 1.0)
             first = min(max(round(rng.uniform(low, high) * (size - 1)), 1), size - 2)
             left = self._grow(first)
             self._binary(name, left, self._grow(size - 1 - first))
