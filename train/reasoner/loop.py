@@ -282,7 +282,9 @@ class _Clock:
         left = passed / (done - self._last) * (self._steps - done)
         speed = self._tokens / passed
         self._tokens, self._losses, self._since, self._last = 0, [], now, done
-        return f"step {done}/{self._steps} · loss {loss:.4f} · {speed:,.0f} tok/s · {left:.0f} s left"
+        return (
+            f"step {done}/{self._steps} · loss {loss:.4f} · {speed:,.0f} tok/s · {left:.0f} s left"
+        )
 
 
 def look(tests: dict[int, Batch], compiled, params) -> str:

@@ -83,9 +83,7 @@ def chunk_of(position: Int[Array, "..."], length: int) -> Int[Array, "..."]:
     return position // -(-length // CHUNKS)
 
 
-def logits(
-    model: Decoder, tokens: Int[Array, "B T"], leaves
-) -> Float[Array, "B T V"]:
+def logits(model: Decoder, tokens: Int[Array, "B T"], leaves) -> Float[Array, "B T V"]:
     """Float32 logits after every token, with `attend_hiding`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     attend = attend_hiding(model.config, leaves)
