@@ -85,7 +85,7 @@ def test_the_trace_calculates_right_and_takes_back_what_the_notes_correct():
 
 def test_nothing_is_used_before_it_is_known():
     for found in problems(20):
-        prompt, trace = text_of(found)
+        _, trace = text_of(found)
         solved = set()
         for before, name in re.findall(rf"(Yes ,|We have|, so|So far ,) ({NAME}) is", trace):
             assert before == ", so" or name in solved

@@ -137,9 +137,14 @@ def test_batches_follow_from_their_step():
     once, again = (list(source.batches(95, workers=0)) for _ in range(2))
     assert len(once) == 5
     for a, b in zip(once, again, strict=True):
-        assert all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values()))
+        assert all(
+            np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
+        )
     other = dataclasses.replace(source, seed=4)
-    assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(once, other.batches(95, 0)))
+    assert any(
+        not np.array_equal(a.tokens, b.tokens)
+        for a, b in zip(once, other.batches(95, 0), strict=True)
+    )
 
 
 def test_rows_lose_tokens_late_in_the_training_only():

@@ -3,9 +3,9 @@
 Random eviction with a budget, as a process: once the budget is full, every new token takes the
 place of one of those held, so that a token's time in the cache is exponential with the budget for
 its mean. A selector is not as even as that: it drops some words, or whole paragraphs, before
-others, in one head and not in another. So a token's rate is varied by what it is and by where it is,
-differently in every layer and KV head, and in some rows all heads drop the same tokens. No selector
-takes part in this; the prompt always stays.
+others, in one head and not in another. So a token's rate is varied by what it is and by where it
+is, differently in every layer and KV head, and in some rows all heads drop the same tokens. No
+selector takes part in this; the prompt always stays.
 """
 
 import dataclasses
