@@ -1,4 +1,4 @@
-"""Train the reasoner: ``python -m kvjax.train.reasoner --steps N --out DIR``."""
+"""Train the reasoner: ``python -m kvjax.train.reasoner --steps N``."""
 
 import argparse
 import os
@@ -11,6 +11,8 @@ from kvjax.errors import KvjaxError
 from kvjax.train.reasoner.export import export
 from kvjax.train.reasoner.loop import Settings, train
 from kvjax.train.reasoner.task import WIDTHS
+
+OUT = pathlib.Path("eval/models/reasoner")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -30,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--levels", type=int, nargs="+", choices=WIDTHS, default=list(default.levels)
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="for the model")
+    parser.add_argument("--out", type=pathlib.Path, default=OUT, help="for the model")
     parser.add_argument(
         "--checkpoints", type=pathlib.Path, help="a directory; the same command goes on from there"
     )
@@ -67,15 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    export(args.out, settings.config, state["params"], _command(args, settings))
+    export(args.out, settings.config, state["params"], _command(settings))
     done = int(state["step"])
     print(f"{args.out}: the model after {done} of {settings.steps} steps", file=sys.stderr)
     return 0 if done == settings.steps else 130
 
 
-def _command(args: argparse.Namespace, settings: Settings) -> str:
+def _command(settings: Settings) -> str:
     """What trains the same model again."""
-    given = {"--steps": settings.steps, "--out": args.out}
+    given = {"--steps": settings.steps}
     default = Settings(steps=1)
     for name in ("seed", "batch_tokens", "learning_rate", "warmup"):
         if getattr(settings, name) != getattr(default, name):
