@@ -6,8 +6,9 @@
 Every problem is answered greedily, and the generator knows the right answer. A recipe is
 METHOD[:BUDGET[:CODEC]]. BUDGET counts tokens of the trace that a KV head may hold, as a share of
 the level if it has a point (0.5) and as a number if not (256); the prompt always stays and comes on
-top (its mean over the problems, since a batch has one budget). An answer that is not given within
-``--limit`` times the level's tokens is wrong.
+top (its mean over the problems, since a batch has one budget). An answer that takes more than
+``--limit`` times the tokens of the reference trace is wrong: else a cache that forgets could have
+everything derived once more.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import time
 
 import kvjax
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.intervals import mcnemar, wilson
 from kvjax.eval.record import run_record, write_json
 from kvjax.recipes import Recipe, as_dict, parse
@@ -48,29 +49,30 @@ def read_recipe(spec: str, level: int, prompt: int) -> Recipe:
     return parse(method, budget=prompt + trace, protect_prompt=True, **given)
 
 
-def answer(
-    lm: kvjax.LanguageModel, problems: list[Problem], recipe: Recipe, level: int, args
-) -> dict:
+def answer(lm: kvjax.LanguageModel, problems: list[Problem], recipe: Recipe, args) -> dict:
     """What a recipe makes of the problems."""
     start = time.perf_counter()
+    references = [len(found.tokens) - found.prompt for found in problems]
     results = kvjax.generate(
         lm,
         [list(found.tokens[: found.prompt]) for found in problems],
         recipe=recipe,
-        max_new_tokens=round(args.limit * level),
+        max_new_tokens=round(args.limit * max(references)),
         batch_size=args.batch_size,
         seed=args.seed,
         chat=False,
     )
     pairs = list(zip(problems, results, strict=True))
-    right = [answer_of(result.tokens) == found.answer for found, result in pairs]
+    given = [answer_of(result.tokens) == found.answer for found, result in pairs]
     exact = [result.tokens == found.tokens[found.prompt :] for found, result in pairs]
-    lengths = [len(r.tokens) / (len(found.tokens) - found.prompt) for found, r in pairs]
+    lengths = [len(r.tokens) / own for r, own in zip(results, references, strict=True)]
+    right = [good and long <= args.limit for good, long in zip(given, lengths, strict=True)]
     ends = [result.finish_reason for result in results]
     kv = [result.report["kv"] for result in results]
     return {
         "right": sum(right),
         "interval": wilson(sum(right), len(right)),
+        "late": sum(given) - sum(right),
         "exact": sum(exact),
         "length": statistics.fmean(lengths),
         "ends": {end: ends.count(end) for end in sorted(set(ends))},
@@ -79,8 +81,8 @@ def answer(
         "seconds": time.perf_counter() - start,
         "settings": as_dict(recipe),
         "rows": [
-            {"right": bool(good), "tokens": len(result.tokens), "end": result.finish_reason}
-            for good, (_, result) in zip(right, pairs, strict=True)
+            {"right": good, "length": long, "end": result.finish_reason}
+            for good, long, result in zip(right, lengths, results, strict=True)
         ],
     }
 
@@ -101,7 +103,7 @@ def line(level: int, spec: str, found: dict) -> str:
     full = f"  lost {beside['lost']}, won {beside['won']}, p {beside['p']:.2g}" if beside else ""
     return (
         f"{level:5} {spec:22} {found['right'] / count:6.1%} [{low:.1%}, {high:.1%}] of {count}  "
-        f"exact {found['exact'] / count:.1%}  length {found['length']:.2f}  "
+        f"late {found['late']}  exact {found['exact'] / count:.1%}  length {found['length']:.2f}  "
         f"bytes {found['ratio_peak']:.3f}  {found['seconds']:.0f} s{full}"
     )
 
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> dict:
         for spec in args.recipes:
             try:
                 recipe = read_recipe(spec, level, prompt)
-                found = answer(lm, problems, recipe, level, args)
+                found = answer(lm, problems, recipe, args)
             except UsageError as error:
                 found = {"refused": str(error)}
             if spec == "full":
@@ -145,13 +147,18 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=256, help="of a level")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="full comes first")
-    parser.add_argument("--limit", type=float, default=1.5, help="tokens of an answer, in levels")
+    parser.add_argument(
+        "--limit", type=float, default=1.25, help="tokens of an answer, in references"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="of random eviction")
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the figures")
-    run(parser.parse_args())
+    try:
+        run(parser.parse_args())
+    except KvjaxError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import scipy.stats
-from flax import nnx
 
 import kvjax
 from kvjax.decoding import Result
@@ -53,7 +52,7 @@ def args_of(**given) -> argparse.Namespace:
         "levels": [200],
         "problems": 3,
         "first": 0,
-        "recipes": ["full", "streaming:0.5", "random"],
+        "recipes": ["full", "streaming:0.5", "random", "h2o:0.5"],
         "limit": 1.5,
         "batch_size": 4,
         "dtype": "float32",
@@ -68,8 +67,7 @@ def args_of(**given) -> argparse.Namespace:
 def model(tmp_path_factory):
     fields = {**CONFIG, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     directory = tmp_path_factory.mktemp("reasoner")
-    params = nnx.split(init(ModelConfig.from_hf(fields), 0))[1]
-    export(directory, fields, params, "nothing")
+    export(directory, fields, init(ModelConfig.from_hf(fields), 0), "nothing")
     return directory
 
 
@@ -82,14 +80,16 @@ def test_right_answers_are_counted_and_paired(model, monkeypatch, tmp_path):
 
     def generate(lm, prompts, *, recipe, **options):
         assert prompts == [list(found.tokens[: found.prompt]) for found in problems]
-        wrong = other.tokens[other.prompt :]
-        given = traces if recipe.name == "full" else [traces[0], traces[1][1:], wrong]
-        assert options["max_new_tokens"] == 300
+        wrong, late = other.tokens[other.prompt :], traces[1][:1] * 150 + traces[1]
+        given = {"full": traces, "h2o": [late, late, late]}.get(recipe.name)
+        given = given or [traces[0], traces[1][1:], wrong]
+        assert options["max_new_tokens"] == round(1.5 * max(map(len, traces)))
         return [Result("", tuple(tokens), "stop", 1, report=report) for tokens in given]
 
     monkeypatch.setattr(kvjax, "generate", generate)
     found = reasoner.run(args_of(model=model, out=tmp_path / "found.json"))
-    full, streaming, refused = found["results"]
+    full, streaming, refused, h2o = found["results"]
+    assert (h2o["right"], h2o["late"]) == (0, 1) and full["late"] == 0
     assert (full["right"], full["exact"], full["length"]) == (3, 3, 1.0)
     assert (streaming["right"], streaming["exact"]) == (2, 1)
     assert streaming["paired"] == {"lost": 1, "won": 0, "p": 1.0}
@@ -101,4 +101,4 @@ def test_it_decodes_with_the_model(model):
     found = reasoner.run(args_of(model=model, recipes=["full"], limit=0.05))
     [full] = found["results"]
     assert full["right"] == 0 and full["ends"] == {"length": 3}
-    assert all(row["tokens"] == 10 for row in full["rows"])
+    assert all(row["length"] < 0.06 for row in full["rows"])

@@ -14,7 +14,7 @@ from kvjax.decode import main as decode
 from kvjax.models.config import ModelConfig
 from kvjax.train.reasoner import vocabulary
 from kvjax.train.reasoner.export import export, tokenizer
-from kvjax.train.reasoner.model import CONFIG, init
+from kvjax.train.reasoner.model import CONFIG, graph_of, init
 from kvjax.train.reasoner.task import problem
 
 TINY = {**CONFIG, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -22,16 +22,16 @@ TINY = {**CONFIG, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    model = init(ModelConfig.from_hf(TINY), 3)
+    params = init(ModelConfig.from_hf(TINY), 3)
     directory = tmp_path_factory.mktemp("reasoner")
-    export(directory, TINY, nnx.split(model)[1], "python -m kvjax.train.reasoner --steps 7")
-    return directory, model
+    export(directory, TINY, params, "python -m kvjax.train.reasoner --steps 7")
+    return directory, params
 
 
 def test_the_loaded_model_has_the_logits_of_the_trained_one(exported):
-    directory, model = exported
+    directory, params = exported
     lm = kvjax.load(directory)
-    graph, params = nnx.split(model)
+    graph = graph_of(ModelConfig.from_hf(TINY))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     trained = dataclasses.replace(lm, model=nnx.merge(graph, rounded))
     tokens = problem(200, 0).tokens
@@ -40,7 +40,7 @@ def test_the_loaded_model_has_the_logits_of_the_trained_one(exported):
 
 def test_what_is_kept_fits_the_repository():
     config = ModelConfig.from_hf(CONFIG)
-    shapes = nnx.split(nnx.eval_shape(lambda: init(config, 0)))[1]
+    shapes = jax.eval_shape(lambda: init(config, 0))
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert size <= 8_000_000 and 2 * size <= 16_000_000
 

@@ -101,6 +101,14 @@ def test_the_rate_rises_stays_and_falls_to_nothing():
     assert rates[-1] == pytest.approx(1e-2 / 6) and SETTINGS.rate(SETTINGS.steps) == 0
 
 
+def test_embedding_and_head_stay_tied(compiled):
+    _, state, _ = train(should_stop=lambda step: step == 8)
+    start = loop.Programs(SETTINGS).start()["params"]
+    for params in (start, state["params"]):
+        np.testing.assert_array_equal(params["embed"][...], 16 * params["lm_head"][...])
+    assert (start["embed"][...] != state["params"]["embed"][...]).any()
+
+
 def test_logits_are_those_of_the_decoder(programs):
     """In a row that loses nothing."""
     state = programs[0].start()

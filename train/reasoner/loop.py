@@ -21,7 +21,7 @@ from kvjax.errors import NumericalError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.train.reasoner.data import LEVELS, Batch, Source, mix, read
 from kvjax.train.reasoner.hiding import Hiding, first_hidden
-from kvjax.train.reasoner.model import CONFIG, init, logits
+from kvjax.train.reasoner.model import CONFIG, graph_of, init, logits, tie
 from kvjax.train.reasoner.task import WIDTHS
 
 State = dict[str, Any]
@@ -46,7 +46,7 @@ class Settings:
     """
 
     steps: int
-    batch_tokens: int = 98304
+    batch_tokens: int = 65536
     seed: int = 0
     learning_rate: float = 2e-3
     warmup: int = 200
@@ -96,23 +96,20 @@ class Programs:
 
     @functools.cached_property
     def graph(self) -> nnx.GraphDef:
-        return nnx.split(nnx.eval_shape(self._model))[0]
+        return graph_of(ModelConfig.from_hf(self.settings.config))
 
     def start(self) -> State:
         """The state before the first step."""
         return jax.jit(self._start)()
 
-    def _model(self):
-        return init(ModelConfig.from_hf(self.settings.config), self.settings.seed)
-
     def _start(self) -> State:
-        params = nnx.split(self._model())[1]
+        params = init(ModelConfig.from_hf(self.settings.config), self.settings.seed)
         opt = self.settings.optimizer().init(params)
         return {"params": params, "opt": opt, "step": jnp.zeros((), jnp.int32)}
 
     def logits(self, params, batch: Batch, key: Array) -> Float[Array, "B T V"]:
         """Float32 logits of a model in bfloat16, the batch's tokens being hidden as it says."""
-        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tie(params))
         model = nnx.merge(self.graph, narrow)
         tokens = batch.tokens.astype(jnp.int32)
         hiding = Hiding(batch.share, batch.rough, batch.together)
@@ -138,7 +135,7 @@ class Programs:
         value, grads = jax.value_and_grad(loss)(state["params"])
         updates, opt = self.settings.optimizer().update(grads, state["opt"], state["params"])
         updates = jax.tree.map(lambda leaf: -rate * leaf, updates)
-        params = optax.apply_updates(state["params"], updates)
+        params = tie(optax.apply_updates(state["params"], updates))
         return {"params": params, "opt": opt, "step": state["step"] + 1}, value
 
     def judge(self, params, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:

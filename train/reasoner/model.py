@@ -34,14 +34,31 @@ CONFIG: dict[str, Any] = {
 CHUNKS = 64
 """Parts of a row at whose starts tokens may leave the cache."""
 _HIDE = 16384.0  # times the scale of the logits, still far more than any of them
-_EMBEDDING_GAIN = 16.0  # so that the first layers have something to add to
+_GAIN = 16.0  # of the embedding over the head, so that layers add to something
 
 
-def init(config: ModelConfig, seed: int) -> Decoder:
+def init(config: ModelConfig, seed: int) -> nnx.State:
     """Random float32 parameters."""
     model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(params=seed))
-    model.embed[...] = model.embed[...] * _EMBEDDING_GAIN
-    return model
+    return tie(nnx.state(model))
+
+
+def graph_of(config: ModelConfig) -> nnx.GraphDef:
+    """What parameters are merged with to make a decoder of."""
+    return nnx.graphdef(
+        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(params=0)))
+    )
+
+
+def tie(params: nnx.State) -> nnx.State:
+    """The parameters with the head's, scaled, as the embedding: words are learned once.
+
+    The architecture knows tied embeddings of one scale only, so that both are stored.
+    """
+    flat = dict(nnx.to_flat_state(params))
+    head = flat["lm_head",][...]
+    flat["embed",] = flat["embed",].replace(head * jnp.asarray(_GAIN, head.dtype))
+    return nnx.from_flat_state(flat)
 
 
 def attend_hiding(config: ModelConfig, leaves) -> Attend:

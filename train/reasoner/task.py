@@ -18,11 +18,11 @@ WIDTHS = {200: 320, 500: 704, 1000: 1280, 2000: 2560, 4000: 5120}
 """Levels, by about how many tokens their traces have, and the tokens that hold any such problem."""
 TOLERANCE = 0.1
 """A trace's length is off its level by this share at most."""
-FAR = 1000
-"""From this level on, some value that is needed was last stated more than half of a trace ago."""
-_TOKENS = 88
+FAR, DISTANCE = 1000, 0.6
+"""From this level on, some value that is needed was last stated this share of the trace before."""
+_TOKENS = 66
 """Of a trace, for each quantity that is needed: about."""
-_NOTED, _BRANCHING, _REUSING = 0.2, 0.45, 0.25
+_NOTED, _BRANCHING, _REUSING = 0.2, 0.27, 0.55
 _GOALS = 3
 """How many pending goals a plan restates."""
 
@@ -91,7 +91,7 @@ def problem(level: int, index: int, *, split: str = "test", seed: int = 0) -> Pr
         length = len(found.tokens) - found.prompt
         if abs(length - level) > TOLERANCE * level or len(found.tokens) > WIDTHS[level]:
             needed = max(needed + rng.randint(0, 1) * (1 if length < level else -1), 2)
-        elif level < FAR or max(found.reads) > length / 2:
+        elif level < FAR or max(found.reads) > DISTANCE * length:
             return found
 
 
@@ -128,16 +128,21 @@ class _Draft:
         """A quantity whose derivation solves ``size`` new ones, itself included."""
         rng, name = self.rng, next(self._names)
         draw = rng.random()
-        if size == 1:
+        if size == 1 and len(self._solved) > 1 and draw < 0.6:
+            early = self._reused()
+            self._binary(name, early, self._reused(early))
+        elif size == 1:
             self.formulas[name] = Formula(right=rng.randrange(MODULUS))
         elif size >= 3 and (root or draw < _BRANCHING):
             # The first operand has to be kept in mind while the second is worked out.
-            low, high = (0.15, 0.3) if root else (0.0, 1.0)
+            low, high = (0.2, 0.33) if root else (0.0, 1.0)
             first = min(max(round(rng.uniform(low, high) * (size - 1)), 1), size - 2)
             left = self._grow(first)
+            if root and size >= 10:  # it is out of sight until the end
+                self._solved.remove(left)
             self._binary(name, left, self._grow(size - 1 - first))
         elif self._solved and draw < _BRANCHING + _REUSING:
-            early = self._reused() if rng.random() < 0.5 else None
+            early = self._reused() if rng.random() < 0.8 else None
             operand = self._grow(size - 1)
             if early is None:
                 self._binary(name, operand, self._reused(operand))
@@ -280,7 +285,7 @@ class _Trace:
             name = self._asker[name]
         self._write(f"We need {' , '.join(goals)} .")
         while True:
-            self._write(f"To get {goal} , recall {goal} = {self._draft.formulas[goal]} .")
+            self._write(f"To get {goal} , use {goal} = {self._draft.formulas[goal]} .")
             missing = self._look_up(goal)
             if missing is None:
                 return goal
@@ -289,12 +294,11 @@ class _Trace:
     def _look_up(self, name: str) -> str | None:
         """State the operands of a quantity, up to the first that is missing."""
         for operand in self._draft.formulas[name].operands:
-            self._write(f"Do we have {operand} ?")
+            self._write("Recall")
             if operand not in self.values:
                 self._asker[operand] = name
-                self._write(f"No , so find {operand} for {name} .")
+                self._write(f"{operand} ? Find {operand} for {name} .")
                 return operand
-            self._write("Yes ,")
             self._state(operand, read=True)
             self._write(".")
         return None
@@ -309,10 +313,10 @@ class _Trace:
         else:
             self._write(f"{name} = {formula} = {formula.filled(self.values)} = {value}")
         if noted and not corrected:
-            self._write(".")
+            self._write(f". So {name} ?")
             return
         self.values[name] = value
-        self._write(", so")
+        self._write(". Now" if corrected else ". So")
         self._state(name)
         self._write(".")
 
@@ -320,7 +324,7 @@ class _Trace:
         self._write(f"Wait , the Notes say {name} should be {self._draft.notes[name]} .")
         self._write("The last step is wrong . Let me redo this .")
         for operand in self._draft.formulas[name].operands:
-            self._write("We have")
+            self._write("Recall")
             self._state(operand)
             self._write(".")
         self._execute(name, corrected=True)
@@ -341,7 +345,7 @@ class _Trace:
         if name not in self._asker:
             self._write(f"Back to {name} .")
             return None, None
-        self._write(f"Back to {name} , recall {name} = {self._draft.formulas[name]} .")
+        self._write(f"Back to {name} , use {name} = {self._draft.formulas[name]} .")
         missing = self._look_up(name)
         return (name, None) if missing is None else (None, missing)
 

@@ -8,8 +8,8 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PARAGRAPH = "\n\n"
 _SIGNS = "= + - * . , : ?"
 _WORDS = (
-    "Given Notes none should be Question find for the answer We we need So far is To get recall Do "
-    "have No so Yes Back to Wait say The last step wrong Let me redo this looks odd Check again"
+    "Given Notes none should be Question find for the answer We need So far is To get use Recall "
+    "Find Now Yes Back to Wait say The last step wrong Let me redo this looks odd Check again"
 )
 NAMES = tuple(map("".join, itertools.product(string.ascii_lowercase, string.digits)))
 MODULUS = 100
