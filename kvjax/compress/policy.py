@@ -1,6 +1,7 @@
 """What a recipe means for each layer of a model."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -38,6 +39,7 @@ class Policy:
     budgets: tuple[int, ...] | None = None
 
 
+@functools.lru_cache(maxsize=64)
 def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
     """One for each layer.
 

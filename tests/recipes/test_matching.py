@@ -19,6 +19,7 @@ from kvjax.matching import AttentionMatching, segments
 from kvjax.models.attention import causal_mask, masked_attention
 from kvjax.models.rope import rotation
 from kvjax.recipes import Recipe
+from kvjax.thoughts import Given
 from pallas_kernels.read import plain_keys, plain_values
 from tests.decoding import small
 from tests.recipes.test_budget import decode, tokens
@@ -460,3 +461,34 @@ def test_heads_hold_what_their_share_gives_them():
         most = [counts[EVERY][2 * layer + head] - 16 + EVERY + 16 for head in range(2)]
         assert pages <= sum(-(-n // 16) + 1 for n in most)
         assert max(now[layer] for now in owned) <= pages
+
+
+@pytest.mark.slow
+def test_quotas_of_paragraphs_with_precision_by_thought():
+    """Every class keeps its kind's tokens, and what stays is matched in all of them."""
+    thoughts = Given("RT", every=32)
+    codecs = {"thought_codecs": ("int8", "int4", "int2"), "prompt_codec": "int8"}
+    recipe = tam(segmenter=thoughts, **codecs)
+    plain = dataclasses.replace(recipe, compactor=None)
+    both = zip(run(recipe, EVERY), run(plain, EVERY), strict=True)
+    for (done, before, queries, after), (*_, evicted) in both:
+        if done != EVERY:
+            continue
+        length = int(after.cache.length[0])
+        for layer in after.cache.layers:
+            assert [codec.name for codec in layer.codecs[1:]] == ["int8", "int4", "int2"]
+            kinds = {}
+            for c in (1, 3):
+                pos = np.asarray(layer.pools[c].pos[layer.tables[c][0]])
+                kinds[c] = pos[pos >= 0]
+            assert (((kinds[3] - PROMPT) // 32) % 2 == 1).all()
+            answered = kinds[1][kinds[1] >= PROMPT]
+            assert ((answered - PROMPT) // 32 % 2 == 0).all()
+            assert all(len(kind) for kind in kinds.values())
+            assert {len(head) for head in held(layer)} == {48}
+        # Both hold codes of 2 bits, whose noise only one of them has been fitted to.
+        plainly, matched = (
+            errors(before, queries, [held(layer) for layer in state.cache.layers], length)
+            for state in (evicted, after)
+        )
+        assert (matched < plainly).all()
