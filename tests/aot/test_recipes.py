@@ -11,7 +11,7 @@ from flax import nnx
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.compress.policy import policies
-from kvjax.compress.settle import Rows
+from kvjax.compress.selection import Rows
 from kvjax.decoding import DecodeState, decode_chunk
 from kvjax.decoding.maintain import _settle
 from kvjax.models.config import ModelConfig
@@ -37,6 +37,7 @@ RECIPES = {
     "snapkv_decode": recipes.snapkv_decode(budget=4096, codec="int4"),
     "rkv": recipes.rkv(budget=4096, codec="k4v2"),
     "thinkv": recipes.thinkv(budget=4096, segmenter=Sparsity((0,), (0.4, 0.6))),
+    "tam": recipes.tam(budget=4096, codec="int4"),
 }
 
 
@@ -100,6 +101,7 @@ def test_decode_chunk(h200, name):
         ("rkv", True),
         ("thinkv", False),
         ("thinkv", True),
+        ("tam", True),
     ],
 )
 def test_maintenance(h200, name, selects):
@@ -116,6 +118,7 @@ def test_maintenance(h200, name, selects):
         segments,
         number,
         np.int32(1),
+        None,
         recipe=recipe,
         policy=policies(recipe, CONFIG)[-1],
         scale=CONFIG.scale,

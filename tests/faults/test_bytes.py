@@ -10,7 +10,7 @@ from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.codecs import kv_codec
 from kvjax.compress.policy import policies
-from kvjax.compress.settle import Rows
+from kvjax.compress.selection import Rows
 from kvjax.decoding import DecodeState, decode_chunk, prefill
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder

@@ -154,7 +154,8 @@ def test_selecting_at_every_step_or_at_every_tick():
 @pytest.mark.parametrize("when_full", ["end", "evict", "next"])
 def test_a_class_that_is_full_gives_way_as_the_recipe_says(when_full):
     from kvjax.compress.policy import policies
-    from kvjax.compress.settle import Incoming, Rows, settle
+    from kvjax.compress.selection import Rows
+    from kvjax.compress.settle import Incoming, settle
 
     lm = small.lm()
     recipe = recipes.uniform("bf16", when_full=when_full, page_size=16)
