@@ -24,8 +24,10 @@ model: venv
 # compiled programs, and the heavy ones at the end are not left to one worker.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+# Most of the time goes into compiling programs that run once: XLA's optimisations would cost a third
+# of it. `make test-all` has them.
 test: venv
-	$(PYTEST)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST)
 
 # The cross products and soaks as well, and the ahead-of-time compilation tests.
 test-all: model test-aot

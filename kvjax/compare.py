@@ -279,7 +279,14 @@ def _read_prompt(lm: LanguageModel, ids: np.ndarray, planned: Plan, recipe: Reci
         tokens[:, : piece.shape[1]] = piece
         count = jnp.full(rows, piece.shape[1], jnp.int32)
         cache, logits = prefill_chunk(
-            lm.model, cache, logits, jnp.asarray(tokens), count, seed, recipe=recipe
+            lm.model,
+            cache,
+            logits,
+            jnp.asarray(tokens),
+            count,
+            seed,
+            recipe=recipe,
+            longest=start + piece.shape[1],
         )
     return cache, logits
 

@@ -138,7 +138,7 @@ def test_a_tick_at_once_is_the_same_as_token_by_token(method):
         options = {"budget": 24, **SMALL, "every": every}
     recipe = recipes.METHODS[method](**options)
     one, other = run(recipe), run(recipe, by_tick=True)
-    np.testing.assert_allclose(one.kl, other.kl, rtol=1e-3, atol=2e-5)
+    np.testing.assert_allclose(one.kl, other.kl, rtol=3e-3, atol=2e-5)
     assert one.live_tokens["end"] == pytest.approx(other.live_tokens["end"], abs=4)
     if recipe.selector is not None:
         assert one.kl_mean > 1e-4 and one.live_tokens["end"] < TOKENS

@@ -78,7 +78,7 @@ def selection(
     new: Candidates,
     budgets: tuple[int, ...] | None = None,
     asked: Float[Array, "B N Hq D"] | None = None,
-) -> tuple[list[Bool[Array, "B Hkv P page"]], Bool[Array, "B Hkv M"], Change | None]:
+) -> tuple[list[Bool[Array, "B Hkv _ page"]], Bool[Array, "B Hkv M"], Change | None]:
     """What stays, of each class and of the candidates; and what changes of it.
 
     Args:

@@ -173,7 +173,7 @@ def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
     return pos, k, v, None if mass is None else jnp.take_along_axis(mass, at, 2)
 
 
-def _evict(layer: LayerCache, kept: list[Bool[Array, "B Hkv P page"]]) -> LayerCache:
+def _evict(layer: LayerCache, kept: list[Bool[Array, "B Hkv _ page"]]) -> LayerCache:
     for c, mask in enumerate(kept, 1):
         layer = evict(layer, c, mask)
     return layer

@@ -220,7 +220,14 @@ def _prefill(
         for i, request in enumerate(requests):
             tokens[i, : count[i]] = request.ids[start : start + PREFILL_CHUNK]
         cache, logits = prefill_chunk(
-            lm.model, cache, logits, tokens, count, _bits(options.seed), recipe=options.recipe
+            lm.model,
+            cache,
+            logits,
+            tokens,
+            count,
+            _bits(options.seed),
+            recipe=options.recipe,
+            longest=start + int(count.max()),
         )
     sampling = Sampling.create(
         rows,

@@ -42,6 +42,7 @@ def prefill_chunk(
     seed: Int[Array | np.ndarray, ""] | int = 0,
     *,
     recipe: Recipe | None = None,
+    longest: int | None = None,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Read the next ``count`` tokens of every row; the rest of ``tokens`` is padding.
 
@@ -59,6 +60,8 @@ def prefill_chunk(
         count: how many of them belong to each row; 0 leaves a row as it is.
         seed: of selectors that draw.
         recipe: how the cache is kept; ``kvjax.recipes.full()`` if None.
+        longest: the most tokens that any row has read after this, if the caller knows: within the
+            budget nothing is selected from.
 
     Returns:
         The cache with the tokens in it, and the float32 logits after each row's last token.
@@ -68,8 +71,10 @@ def prefill_chunk(
         model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
     )
     cache = note_prompt(cache, tokens, count)
-    rows = with_segments(rows, cache.ledger, recipe)
-    x, cache = read_layers(model, cache, x, angles, rows, recipe)
+    selects = longest is None or not recipe.holds(longest)
+    if selects:
+        rows = with_segments(rows, cache.ledger, recipe)
+    x, cache = read_layers(model, cache, x, angles, rows, recipe, selects=selects)
     logits = _finish(model.norm, _head(model), logits, x, count, eps=config.rms_norm_eps)
     return cache, logits
 
@@ -83,11 +88,13 @@ def read_layers(
     recipe: Recipe,
     *,
     settles: bool = True,
+    selects: bool = True,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Let tokens through all layers, into the cache; what else it takes is what ``begin`` made.
 
     Args:
         settles: False leaves the tokens in the recent window, which must have room for them.
+        selects: False keeps all of them.
 
     Returns:
         The hidden states before the final norm, and the cache, whose layers were donated.
@@ -108,6 +115,7 @@ def read_layers(
             policy=of_layer[index],
             window=config.windows[index],
             settles=settles,
+            selects=selects,
         )
         layers.append(layer)
     return x, dataclasses.replace(
@@ -142,7 +150,7 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "recipe", "policy", "window", "settles"),
+    static_argnames=("config", "recipe", "policy", "window", "settles", "selects"),
     donate_argnames=("layer", "x", "crowded"),
 )
 def _read(
@@ -159,6 +167,7 @@ def _read(
     policy,
     window,
     settles,
+    selects=True,
 ):
     """One layer: attend, and settle what was read."""
     offset = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -184,7 +193,9 @@ def _read(
         # Attention first: what both take for a moment is more than they save where they overlap.
         result, k, v, after = jax.lax.optimization_barrier((result, k, v, rows))
         new = Incoming(k, v, mass)
-        kept, lost = settle(kept, index, recipe, policy, config.scale, window, after, new)
+        kept, lost = settle(
+            kept, index, recipe, policy, config.scale, window, after, new, select=selects
+        )
         return result, (kept, crowded + lost)
 
     x, (layer, crowded) = module(x, angles, attend)

@@ -58,8 +58,6 @@ class AttentionMatching:
     towards the best common one and the values towards those that were there.
 
     Attributes:
-        reference: which queries are fitted: the "last" ones read, or those with which the model
-            would "repeat" its context, as the authors do it.
         queries: latest positions whose queries are fitted, of all heads of the group.
         mode: "faithful", the released solvers (clamped least squares and two steps of projected
             gradient descent; least squares of least norm), or "robust".
@@ -75,9 +73,10 @@ class AttentionMatching:
         relative: whether the missed mass of a query counts as a share of its mass. The released
             solver, False, counts it in units of the query's largest term.
         carry_bias: False: the new bias is ``log w`` alone, as released. For ablations.
+        reference: which queries are fitted: the "last" ones read, or those with which the model
+            would "repeat" its context, as the authors do it.
     """
 
-    reference: Literal["last", "repeat"] = "last"
     queries: int = 64
     mode: Literal["robust", "faithful"] = "robust"
     fit_bias: bool | Literal["scalar"] = True
@@ -89,6 +88,7 @@ class AttentionMatching:
     ridge_values: float = RIDGE_VALUES
     relative: bool = False
     carry_bias: bool = True
+    reference: Literal["last", "repeat"] = "last"
 
     needs_mass: ClassVar[bool] = False
     needs_keys: ClassVar[bool] = True

@@ -267,6 +267,11 @@ class Recipe:
         tokens = held if self.share_of == "held" else length
         return self._share(self.selected, tokens, self.floor)
 
+    def holds(self, tokens: int) -> bool:
+        """Whether a row of so many tokens keeps them all, whatever they are."""
+        alike = self.head_shares is None
+        return alike and isinstance(self.selected, int) and tokens <= self.selected
+
     def for_longest(self, tokens: int) -> "Recipe":
         """The recipe for rows of at most so many tokens: shares of the longest are numbers."""
         if self.share_of != "longest" or not isinstance(self.budget, float):

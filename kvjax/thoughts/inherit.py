@@ -12,8 +12,8 @@ from pallas_kernels.read import plain_keys, plain_values
 
 def inherit(
     layer: LayerCache,
-    kept: list[Bool[Array, "B Hkv P page"]],
-    segment: list[Int[Array, "B Hkv P page"]],
+    kept: list[Bool[Array, "B Hkv _ page"]],
+    segment: list[Int[Array, "B Hkv _ page"]],
     count: int,
     compactor: AttentionMatching,
     scale: float,

@@ -127,7 +127,7 @@ def settle_levels(
 
 def survivors(
     layer: LayerCache, thoughts: Thoughts, segments: Segments
-) -> list[Bool[Array, "B Hkv P page"]]:
+) -> list[Bool[Array, "B Hkv _ page"]]:
     """The slots of every class that survive the level of their segment."""
     found = []
     for pool, table in zip(layer.pools, layer.tables, strict=True):

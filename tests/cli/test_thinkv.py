@@ -28,7 +28,6 @@ THOUGHTS = [
     "--transition end",
     "--attend-evicted",
     "--prompt-budget 64",
-    "--paper",
 ]
 
 

@@ -8,13 +8,13 @@ from kvjax import recipes
 from kvjax.errors import UsageError
 from tests.decoding import small
 
-EVICTING = ("streaming", "random", "h2o", "tova", "snapkv", "snapkv_decode", "rkv")
+EVICTING = ("streaming", "random", "h2o", "tova", "snapkv", "snapkv_decode", "rkv", "pam")
 NEW = 48
 OPTIONS = {"page_size": 16, "sinks": 4, "recent": 16}
 
 
 def made(name: str, **options):
-    if name in ("rkv", "snapkv_decode"):
+    if name in ("rkv", "snapkv_decode", "pam"):
         options = {"every": 16} | options
     return recipes.METHODS[name](**(OPTIONS | options))
 
@@ -41,7 +41,13 @@ def tokens(results) -> list[tuple[int, ...]]:
         ("rkv", "int4"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("h2o", "bf16"), ("random", "k4v2"), ("tova", "int8"), ("snapkv", "fp8"))
+            for case in (
+                ("h2o", "bf16"),
+                ("random", "k4v2"),
+                ("tova", "int8"),
+                ("snapkv", "fp8"),
+                ("pam", "int4"),
+            )
         ),
     ],
 )

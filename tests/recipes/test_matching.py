@@ -332,6 +332,7 @@ def test_a_budget_that_is_never_reached_changes_nothing():
     assert tokens(results) == tokens(decode(lm, prompts, recipes.full(16), new=80))
 
 
+@pytest.mark.slow
 def test_memory_stays_between_budget_and_budget_and_period():
     """Ten periods, in tokens and in the pages that a row owns."""
     peaks = []
@@ -346,6 +347,7 @@ def test_memory_stays_between_budget_and_budget_and_period():
     assert max(pages for _, _, pages in peaks) <= 2 * -(-(BUDGET + 32) // 16)
 
 
+@pytest.mark.slow
 def test_a_single_selection_gives_its_pages_back():
     recipe = tam(once=True)
     owned, live = {}, {}
@@ -357,7 +359,8 @@ def test_a_single_selection_gives_its_pages_back():
     assert owned[EVERY] == 2 * -(-(BUDGET - recipe.window) // 16) < owned[EVERY - 16]
 
 
-@pytest.mark.parametrize("share", ["held", pytest.param("longest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["held", "longest"])
 def test_what_a_share_is_a_share_of(share):
     recipe = tam(budget=0.5, share_of=share)
     steps = 2 * EVERY
@@ -380,6 +383,7 @@ def test_paragraphs_are_those_of_the_tokens():
     assert flags[:length].any()
 
 
+@pytest.mark.slow
 def test_survivors_of_a_thought_inherit():
     """Tokens of a demoted segment change, those of the others and the prompt do not."""
     retention = dataclasses.replace(recipes.thinkv(64).retention, schedule=(8, 4))
@@ -442,6 +446,7 @@ def test_what_cannot_work_is_refused(options, message):
         recipes.tam(**options)
 
 
+@pytest.mark.slow
 def test_heads_hold_what_their_share_gives_them():
     """Ragged heads: as many tokens in all, and no pages for what a head may not hold."""
     shares = ((1.0, 3.0), (2.0, 2.0), (0.0, 1.0))
