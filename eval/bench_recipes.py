@@ -34,7 +34,7 @@ from kvjax.cache.plan import largest_budget, least_budget
 from kvjax.compare import Reference, compare, reference
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import record_of_text, rows_of_text, small_model
+from kvjax.eval.text import add_text_arguments, record_of_text, rows_of_text, small_model
 from kvjax.recipes import METHODS, Recipe
 
 SHARES = (2, 4, 8, 16)
@@ -181,10 +181,7 @@ def run_side_by_side(args: argparse.Namespace) -> dict:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=pathlib.Path, required=True, help="a file of plain text")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a row, its prompt included")
-    parser.add_argument("--prompt-tokens", type=int, default=192)
+    add_text_arguments(parser, 2, 1024, 192)
     parser.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int4"], help="of what evicts")
     parser.add_argument("--seed", type=int, default=0, help="of random eviction")

@@ -36,7 +36,13 @@ from kvjax.errors import UsageError
 from kvjax.eval.bench_decode import filled
 from kvjax.eval.bench_thinkv import QWEN3_4B
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import record_of_text, rows_of_text, small_model
+from kvjax.eval.text import (
+    add_slice_arguments,
+    add_text_arguments,
+    record_of_text,
+    rows_of_text,
+    small_model,
+)
 from kvjax.matching import AttentionMatching
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -200,14 +206,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the figures")
     what = parser.add_subparsers(required=True)
     text = what.add_parser("quality")
-    text.add_argument("--text", type=pathlib.Path, required=True, help="a file of plain text")
-    text.add_argument("--rows", type=int, default=1)
-    text.add_argument("--tokens", type=int, default=4608, help="of a row, its prompt included")
-    text.add_argument("--prompt-tokens", type=int, default=256)
+    add_text_arguments(text, 1, 4608, 256)
     text.add_argument("--every", type=int, default=1024)
     text.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2])
-    text.add_argument("--start", type=int, default=0, help="of the variants, the first to run")
-    text.add_argument("--step", type=int, default=1, help="run each of so many")
+    add_slice_arguments(text)
     text.set_defaults(run=quality)
     gpu = what.add_parser("time")
     gpu.add_argument("--tokens", type=int, default=4096)

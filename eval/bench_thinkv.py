@@ -39,7 +39,13 @@ from kvjax.decoding.prefill import prefill_chunk
 from kvjax.errors import UsageError
 from kvjax.eval.bench_recipes import PROTECTED, Planner, variants
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import record_of_text, rows_of_text, small_model
+from kvjax.eval.text import (
+    add_slice_arguments,
+    add_text_arguments,
+    record_of_text,
+    rows_of_text,
+    small_model,
+)
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, thinkv
@@ -283,14 +289,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the figures")
     what = parser.add_subparsers(required=True)
     text = what.add_parser("quality")
-    text.add_argument("--text", type=pathlib.Path, required=True, help="a file of plain text")
-    text.add_argument("--rows", type=int, default=2)
-    text.add_argument("--tokens", type=int, default=2304, help="of a row, its prompt included")
-    text.add_argument("--prompt-tokens", type=int, default=256)
+    add_text_arguments(text, 2, 2304, 256)
     text.add_argument("--share", type=int, default=8, help="of the full cache's bytes: 1/N")
     text.add_argument("--layers", type=int, nargs="+", default=[9, 13, 17, 21])
-    text.add_argument("--start", type=int, default=0, help="of the variants, the first to run")
-    text.add_argument("--step", type=int, default=1, help="run each of so many")
+    add_slice_arguments(text)
     text.set_defaults(run=quality)
     gpu = what.add_parser("overhead")
     gpu.add_argument("--batch", type=int, default=64)

@@ -22,6 +22,21 @@ def small_model() -> kvjax.LanguageModel:
     return kvjax.load(path, dtype="float32")
 
 
+def add_text_arguments(
+    parser: argparse.ArgumentParser, rows: int, tokens: int, prompt: int
+) -> None:
+    """What to read, and which variants of a long list to run here."""
+    parser.add_argument("--text", type=pathlib.Path, required=True, help="a file of plain text")
+    parser.add_argument("--rows", type=int, default=rows)
+    parser.add_argument("--tokens", type=int, default=tokens, help="of a row, its prompt included")
+    parser.add_argument("--prompt-tokens", type=int, default=prompt)
+
+
+def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--start", type=int, default=0, help="of the variants, the first to run")
+    parser.add_argument("--step", type=int, default=1, help="run each of so many")
+
+
 def record_of_text(args: argparse.Namespace, lm: kvjax.LanguageModel) -> dict[str, Any]:
     """What a benchmark of quality writes beside its figures, from its own arguments."""
     return {
