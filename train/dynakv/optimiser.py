@@ -1,4 +1,4 @@
-"""Adam with a learning rate for bases, one for gates and one for the model."""
+"""Adam with a learning rate for each kind of parameter."""
 
 import jax
 import optax
@@ -21,6 +21,7 @@ def optimiser(settings: TrainSettings) -> optax.GradientTransformation:
     groups = {
         "basis": adam(settings.lr_u),
         "gate": adam(settings.lr_gate),
+        "bias": adam(settings.lr_bias),
         "model": adam(settings.lr_model),
     }
     return optax.chain(
@@ -46,4 +47,6 @@ def _group(path) -> str:
     names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
     if names[0] == "model":
         return "model"
+    if "b" in names:
+        return "bias"
     return "basis" if _BASES & set(names) else "gate"

@@ -12,8 +12,7 @@ DEFAULT_ALPHA = 1.0
 class TrainSettings:
     """All that decides a training beside the model, the data and what is trained.
 
-    The paper states only the loss, the number of tokens (2**27) and AdamW's absence of a mention;
-    the rest are our choices.
+    The paper states the loss and the number of tokens (2**27); the rest are our choices.
 
     Attributes:
         steps: updates.
@@ -24,7 +23,8 @@ class TrainSettings:
         target_rate: the hard rate that the weight is steered to, None where it is given (ours).
         trains: "spectral" trains bases and gates, "gate" the gates alone, "all" the model as well.
         lr_u: peak learning rate of bases.
-        lr_gate: peak learning rate of gates.
+        lr_gate: peak learning rate of the gates' weights W.
+        lr_bias: peak learning rate of their biases, which spread over tens of logits (ours).
         lr_model: peak learning rate of the model, where it is trained.
         warmup: updates over which learning rates rise; a cosine then takes them to 0.
         clip: largest norm of a gradient.
@@ -49,6 +49,7 @@ class TrainSettings:
     trains: Literal["spectral", "gate", "all"] = "spectral"
     lr_u: float = 3e-4
     lr_gate: float = 1e-3
+    lr_bias: float = 0.03
     lr_model: float = 2e-5
     warmup: int = 100
     clip: float = 1.0
@@ -68,7 +69,7 @@ class TrainSettings:
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise UsageError(f"{name} must be a whole number, at least {low}, got {value!r}")
-        for name in ("lr_u", "lr_gate", "lr_model", "clip"):
+        for name in ("lr_u", "lr_gate", "lr_bias", "lr_model", "clip"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < float("inf"):
                 raise UsageError(f"{name} must be above 0 and finite, got {value!r}")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.dynakv.forward import Mode
-from kvjax.dynakv.spectrum import SpectralGate, Spectra
+from kvjax.dynakv.spectrum import Spectra, SpectralGate
 from kvjax.models.decoder import Decoder
 from kvjax.train.dynakv.loss import (
     Sums,
@@ -150,7 +150,8 @@ def _update(
         return sums.loss(alpha), sums
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(parameters)
-    updates, moments = optimiser(settings).update(gradient, moments, parameters)
+    with jax.numpy_dtype_promotion("standard"):  # Optax counts on it
+        updates, moments = optimiser(settings).update(gradient, moments, parameters)
     found = {"sums": sums, "loss": value, "gradient_norm": optax.global_norm(gradient)}
     return optax.apply_updates(parameters, updates), moments, found
 
