@@ -106,7 +106,10 @@ def _start(
 ) -> Spectra | None:
     if config.adapter is None:
         return None
-    spectra = load_adapter(config.adapter, shape, flag="--adapter").spectra
+    found = load_adapter(config.adapter, shape, flag="--adapter")
+    if found.decoder is not None:
+        raise UsageError(f"--adapter: {config.adapter} holds a trained model, which cannot go on")
+    spectra = found.spectra
     for name, wanted in dataclasses.asdict(spectral).items():
         if (own := getattr(spectra.settings, name)) != wanted:
             flag = "--" + name.replace("_", "-")

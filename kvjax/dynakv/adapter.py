@@ -16,6 +16,7 @@ from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import Spectra, blank
 from kvjax.errors import UsageError
 from kvjax.files import write_atomically
+from kvjax.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -27,6 +28,8 @@ FORMAT = 1
 LARGEST = 1 << 24
 """Bytes of a record that can still be one."""
 _FIELDS = ("format", "fingerprint", "model", "spectral", "training", "measured", "tensors_sha256")
+_MODEL = "model."
+"""Before the names of the model's own tensors."""
 _SHOWN = 12  # characters of a fingerprint in a message
 
 
@@ -40,6 +43,7 @@ class Adapter:
         model: its name, for people.
         training: how they were trained.
         measured: what the trained model does on held-out text.
+        decoder: the model, where it was trained as well; None where its own weights serve.
     """
 
     spectra: Spectra
@@ -47,6 +51,7 @@ class Adapter:
     model: str
     training: dict[str, Any]
     measured: dict[str, Any]
+    decoder: Decoder | None = None
 
 
 def save_adapter(adapter: Adapter, folder: str | os.PathLike) -> None:
@@ -57,7 +62,7 @@ def save_adapter(adapter: Adapter, folder: str | os.PathLike) -> None:
     """
     folder = pathlib.Path(folder)
     content = safetensors.numpy.save(
-        {name: np.ascontiguousarray(value) for name, value in arrays(adapter.spectra).items()},
+        {name: np.ascontiguousarray(value) for name, value in _tensors(adapter).items()},
         metadata={"format": "kvjax.dynakv"},
     )
     record = {
@@ -96,10 +101,19 @@ def load_adapter(
         raise UsageError(f"{flag}: {os.fspath(folder)}: {error}") from error
 
 
-def arrays(spectra: Spectra) -> dict[str, np.ndarray]:
+def arrays(module: nnx.Module) -> dict[str, np.ndarray]:
     """Every array by its name, such as ``layers.3.keys.u``."""
-    flat = nnx.to_flat_state(nnx.state(spectra))
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
+    return {name: np.asarray(leaf[...]) for name, leaf in _places(nnx.state(module)).items()}
+
+
+def _places(state: nnx.State) -> dict[str, nnx.Variable]:
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
+    """What is stored: the arrays of spectra, and those of the model if it was trained."""
+    model = {} if adapter.decoder is None else arrays(adapter.decoder)
+    return arrays(adapter.spectra) | {_MODEL + name: value for name, value in model.items()}
 
 
 def _load(folder: pathlib.Path, lm: "LanguageModel") -> Adapter:
@@ -119,10 +133,15 @@ def _load(folder: pathlib.Path, lm: "LanguageModel") -> Adapter:
         stored = safetensors.numpy.load(content)
     except (TypeError, UsageError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"not usable with this version: {error}") from error
-    _fill(spectra, stored)
-    return Adapter(
-        spectra, *(record[name] for name in ("fingerprint", "model", "training", "measured"))
-    )
+    own = {name: value for name, value in stored.items() if not name.startswith(_MODEL)}
+    _fill(spectra, own)
+    decoder = None
+    if len(own) < len(stored):
+        decoder = nnx.clone(lm.model)
+        names = stored.keys() - own.keys()
+        _fill(decoder, {name.removeprefix(_MODEL): stored[name] for name in names})
+    facts = (record[name] for name in ("fingerprint", "model", "training", "measured"))
+    return Adapter(spectra, *facts, decoder=decoder)
 
 
 def _read_bytes(path: pathlib.Path, limit: int = -1) -> bytes:
@@ -151,10 +170,10 @@ def _read_record(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def _fill(spectra: Spectra, stored: dict[str, np.ndarray]) -> None:
+def _fill(module: nnx.Module, stored: dict[str, np.ndarray]) -> None:
     """Put stored arrays in their places."""
-    state = nnx.state(spectra)
-    places = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    state = nnx.state(module)
+    places = _places(state)
     if wrong := sorted(places.keys() ^ stored.keys()):
         raise UsageError(f"{TENSORS}: {wrong[0]} is {'missing' if wrong[0] in places else 'extra'}")
     for name, place in places.items():
@@ -166,5 +185,5 @@ def _fill(spectra: Spectra, stored: dict[str, np.ndarray]) -> None:
             )
         if not np.isfinite(value).all():
             raise UsageError(f"{TENSORS}: {name} is not finite")
-        place[...] = jnp.asarray(value)
-    nnx.update(spectra, state)
+        place.set_value(jnp.asarray(value, place.dtype))
+    nnx.update(module, state)

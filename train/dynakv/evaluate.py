@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.models.decoder import Decoder
 from kvjax.train.dynakv.data import Rows, in_batches
-from kvjax.train.dynakv.loss import Sums, Trained
+from kvjax.train.dynakv.loss import Sums, Trained, plain_cross_entropy
 from kvjax.train.dynakv.settings import TrainSettings
 from kvjax.train.dynakv.state import Trainer, TrainState
 
@@ -14,10 +15,11 @@ _WORST = 1.05  # how far above the target rate a model may be and still count as
 _PENALTY = 100.0  # nats for each unit of rate beyond that
 
 
-def plain_nats(trainer: Trainer, state: TrainState, rows: Rows) -> float:
-    """Cross-entropy of the model without compression."""
+def plain_nats(trainer: Trainer, model: Decoder, rows: Rows) -> float:
+    """Cross-entropy of a model without compression."""
     batches = in_batches(rows, trainer.settings.batch_size)
-    found = [jax.device_get(trainer.plain(state, part.tokens, part.valid)) for part in batches]
+    spread = [trainer.spread(part.tokens, part.valid) for part in batches]
+    found = [jax.device_get(_plain(model, *part)) for part in spread]
     nats, predicted = np.sum(np.asarray(found, np.float64), 0)
     return float(nats / predicted)
 
@@ -68,6 +70,9 @@ def condition(trained: Trained) -> dict[str, float]:
             numbers.append(np.linalg.cond(u) if np.isfinite(u).all() else np.inf)
             residuals.append(np.abs(u @ inverse - np.eye(len(u))).max())
     return {"condition": float(max(numbers)), "inverse_error": float(max(residuals))}
+
+
+_plain = jax.jit(plain_cross_entropy)
 
 
 @jax.jit

@@ -110,8 +110,10 @@ def train(
         chosen = checkpoints.best if settings.keep == "best" else settings.steps
         if chosen != settings.steps:
             state = checkpoints.load(chosen, state)
+        trained = trainer.trained(state)
         adapter = Adapter(
-            spectra=trainer.trained(state).spectra,
+            spectra=trained.spectra,
+            decoder=trained.model if settings.trains == "all" else None,
             fingerprint=lm.fingerprint,
             model=name or lm.source,
             training={"step": chosen, "data": identity["data"], "tokens": loop.tokens(chosen)}
@@ -138,8 +140,8 @@ def check_fit(lm: "LanguageModel", settings: TrainSettings, devices: int) -> Non
             f"batch_size {settings.batch_size} must be a multiple of the {devices} devices that "
             "its rows are spread over"
         )
-    if settings.trains == "all":
-        raise UsageError("trains all is not there yet: the model's own weights stay as they are")
+    if settings.trains == "all" and lm.dtype != np.float32:
+        raise UsageError("trains all needs a float32 model, or small updates are lost")
 
 
 class _Loop:
@@ -168,7 +170,7 @@ class _Loop:
         """The evaluation of a state, made at most once."""
         if self._latest[0] != step:
             if self._plain is None:
-                self._plain = plain_nats(self._trainer, state, self._held)
+                self._plain = plain_nats(self._trainer, self._lm.model, self._held)
             found = {"ce_plain": self._plain} | evaluate(self._trainer, state, self._held)
             self._latest = (step, found)
         return self._latest[1]

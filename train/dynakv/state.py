@@ -15,13 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.dynakv.forward import Mode
 from kvjax.dynakv.spectrum import Spectra, SpectralGate
 from kvjax.models.decoder import Decoder
-from kvjax.train.dynakv.loss import (
-    Sums,
-    Trained,
-    accumulated,
-    compressed_sums,
-    plain_cross_entropy,
-)
+from kvjax.train.dynakv.loss import Sums, Trained, accumulated, compressed_sums
 from kvjax.train.dynakv.optimiser import optimiser
 from kvjax.train.dynakv.settings import TrainSettings
 
@@ -101,20 +95,15 @@ class Trainer:
 
     def sums(self, state: TrainState, tokens: np.ndarray, valid: np.ndarray, mode: Mode) -> Sums:
         """The sums of held-out rows [B, T]."""
-        put = self._rows(tokens, valid)
+        put = self.spread(tokens, valid)
         return _evaluate(self.graph, state.parameters, self.kept, *put, mode=mode)
-
-    def plain(
-        self, state: TrainState, tokens: np.ndarray, valid: np.ndarray
-    ) -> tuple[Array, Array]:
-        """Nats and predicted tokens without compression."""
-        return _plain(self.graph, state.parameters, self.kept, *self._rows(tokens, valid))
 
     def trained(self, state: TrainState) -> Trained:
         """The model and its spectra as they are now."""
         return nnx.merge(self.graph, state.parameters, self.kept)
 
-    def _rows(self, *arrays: np.ndarray) -> list[Array]:
+    def spread(self, *arrays: np.ndarray) -> list[Array]:
+        """Arrays whose rows (the first axis) are shared out among the devices."""
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         return [jax.device_put(array, rows) for array in arrays]
 
@@ -161,8 +150,3 @@ def _evaluate(graph, parameters, kept, tokens, valid, *, mode: Mode) -> Sums:
     trained = nnx.merge(graph, parameters, kept)
     bases = trained.spectra.bases()
     return compressed_sums(trained, bases, tokens, valid, mode=mode, remat=False)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _plain(graph, parameters, kept, tokens, valid):
-    return plain_cross_entropy(nnx.merge(graph, parameters, kept).model, tokens, valid)
