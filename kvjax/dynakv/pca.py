@@ -18,7 +18,7 @@ from kvjax.models.rope import rotate
 
 def spectra_of(
     model: Decoder,
-    batches: Iterable[tuple[Int[Array, "B T"], Bool[Array, "B T"]]],
+    batches: Iterable[tuple[Int[Array | np.ndarray, "B T"], Bool[Array | np.ndarray, "B T"]]],
     settings: SpectralSettings,
 ) -> Spectra:
     """Spectra whose bases are fitted to the keys and values of some text.
@@ -42,11 +42,11 @@ def spectra_of(
     if total is None or not total[0]:
         raise UsageError("no tokens to find a basis from")
     count, layers = total
-    return Spectra([_layer(count, *sums, settings) for sums in layers], settings)
+    return Spectra([_layer(int(count), *sums, settings) for sums in layers], settings)
 
 
 def principal_basis(
-    count: float, mean_sum: Float[np.ndarray, " d"], products: Float[np.ndarray, "d d"], centre: str
+    count: int, mean_sum: Float[np.ndarray, " d"], products: Float[np.ndarray, "d d"], centre: str
 ) -> tuple[Float[np.ndarray, "d d"], Float[np.ndarray, " d"]]:
     """Orthonormal columns by descending variance, and the mean; in float64.
 
@@ -62,7 +62,7 @@ def principal_basis(
     return basis * np.sign(largest), mean
 
 
-def _layer(count, sums, products, settings: SpectralSettings) -> LayerSpectra:
+def _layer(count: int, sums, products, settings: SpectralSettings) -> LayerSpectra:
     ranks = (settings.key_rank, settings.value_rank)
     spectra = []
     for part, rank in enumerate(ranks):
