@@ -220,7 +220,7 @@ class _Loop:
             self._refuse(step, values)
         control = self._control.update(state.control, step, values["rate_hard"])
         seconds = time.perf_counter() - began
-        return dataclasses.replace(state, control=control), values | {"seconds": seconds}
+        return state._replace(control=control), values | {"seconds": seconds}
 
     def _refuse(self, step: int, values: dict[str, float]) -> None:
         broken = next(name for name, value in values.items() if not math.isfinite(value))

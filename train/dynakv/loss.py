@@ -1,6 +1,6 @@
 """The loss: cross-entropy and the squared rate (equation 9)."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ class Trained(nnx.Module):
         self.spectra = spectra
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """Sums over the tokens of some rows, from which means over any number of rows are made.
 
     Padding takes no part.
@@ -59,10 +57,6 @@ class Sums:
 
     def hard_rate(self) -> Float[Array, ""]:
         return self.hard.mean() / self.tokens
-
-
-def add(a: Sums, b: Sums) -> Sums:
-    return jax.tree.map(jnp.add, a, b)
 
 
 def compressed_sums(
@@ -108,7 +102,7 @@ def accumulated(
         return sums(tokens[0], valid[0])
 
     def body(total, batch):
-        return add(total, jax.checkpoint(sums)(*batch)), None
+        return jax.tree.map(jnp.add, total, jax.checkpoint(sums)(*batch)), None
 
     shapes = jax.eval_shape(sums, tokens[0], valid[0])
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

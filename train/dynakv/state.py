@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from kvjax.train.dynakv.optimiser import optimiser
 from kvjax.train.dynakv.settings import TrainSettings
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
+class TrainState(NamedTuple):
     """What a checkpoint holds.
 
     Attributes:
@@ -140,9 +138,10 @@ def _update(
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(parameters)
     with jax.numpy_dtype_promotion("standard"):  # Optax counts on it
+        norm = optax.tree.norm(gradient)
         updates, moments = optimiser(settings).update(gradient, moments, parameters)
-    found = {"sums": sums, "loss": value, "gradient_norm": optax.global_norm(gradient)}
-    return optax.apply_updates(parameters, updates), moments, found
+        parameters = optax.apply_updates(parameters, updates)
+    return parameters, moments, {"sums": sums, "loss": value, "gradient_norm": norm}
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="mode")
