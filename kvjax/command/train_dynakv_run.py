@@ -27,7 +27,7 @@ from kvjax.errors import UsageError
 from kvjax.files import write_atomically
 from kvjax.report.progress import ProgressLine
 from kvjax.report.say import say
-from kvjax.train.dynakv.data import Rows, read_rows
+from kvjax.train.dynakv.data import Rows, read_rows, split
 from kvjax.train.dynakv.loop import Event, check_fit, train
 from kvjax.train.dynakv.metrics import METRICS, PICTURE, draw, read
 from kvjax.train.dynakv.sample import sample_rows
@@ -127,7 +127,9 @@ def _read(
         return None
     try:
         with in_flags():
-            return read_rows(config.data, shape, settings, text_field=config.text_field)
+            rows = read_rows(config.data, shape, settings, text_field=config.text_field)
+            split(rows, settings)
+            return rows
     except UsageError as error:
         raise UsageError(f"--data: {error}") from error
 

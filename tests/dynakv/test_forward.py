@@ -1,6 +1,8 @@
 """A model that reads compressed keys and values: exact where nothing is lost, and as the switches
 say where something is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ def relative(actual, expected) -> float:
 def test_all_components_give_the_base_model(name, settings):
     lm = tiny(name)
     width = lm.config.num_kv_heads * lm.config.head_dim
-    ids = jnp.asarray(tokens(lm, (2, 24)))
+    ids = jnp.asarray(tokens(lm, (2, 16)))
     spectra = fitted(lm, gate="fixed", key_rank=width, value_rank=width, **settings)
     expected = kvjax.forward(lm, ids)
     for moved in (spectra, perturbed(spectra, 0.05)):
@@ -52,28 +54,29 @@ def test_the_transpose_would_not_do_once_a_basis_has_moved():
 
 def test_plain_states_are_the_models_own():
     lm = goldens.load("qwen2_window")
-    ids = jnp.asarray(tokens(lm, (2, 24)))
-    logits = lm.model.logits(jax.jit(plain_states)(lm.model, ids))
-    assert relative(logits, kvjax.forward(lm, ids)) < 1e-5
+    golden = goldens.values("qwen2_window")
+    hidden = jax.jit(plain_states)(lm.model, jnp.asarray(golden["prompt"])[None])
+    assert relative(lm.model.logits(hidden)[0], golden["logits"]) < 1e-4
 
 
 def test_positions_are_in_nothing_that_is_stored():
     lm = tiny("qwen3")
     ids = jnp.asarray(tokens(lm, (2, 16)))
 
-    def stored(first):
-        spectra = perturbed(fitted(lm), 0.05)
+    spectra = perturbed(fitted(lm), 0.05)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def stored(spectra, first):
         own = spectra.layers[0].keys
 
         def attend(index, module, angles, beside, q, k, v, sinks):
             latent = own.latent(k.reshape(*k.shape[:2], -1), own.basis())
             return q, own.stored(latent, own.mask(latent))
 
-        _, notes = read(lm.model, ids, attend, (None,), keys="normed", first_position=first)
+        notes = read(lm.model, ids, attend, (None,), keys="normed", first_position=first)[1]
         return notes[0]
 
-    np.testing.assert_array_equal(stored(0), stored(37))
-    spectra = perturbed(fitted(lm), 0.05)
+    np.testing.assert_array_equal(stored(spectra, 0), stored(spectra, 37))
     near, _ = run(lm.model, spectra, ids, mode="hard")
     far, _ = run(lm.model, spectra, ids, mode="hard", first_position=37)
     assert relative(far, near) < 1e-4
@@ -82,21 +85,21 @@ def test_positions_are_in_nothing_that_is_stored():
 def test_each_token_sees_what_is_left_of_the_others_and_of_itself():
     lm = tiny()
     spectra = fitted(lm, gate="fixed", key_rank=4, value_rank=4)
-    ids = jnp.asarray(tokens(lm, (1, 12)))
-    exact = kvjax.forward(lm, ids)[0, 0]
+    ids = jnp.asarray(tokens(lm, (2, 16)))
+    exact = kvjax.forward(lm, ids)[0]
     masked = run(lm.model, spectra, ids)[0][0, 0]
     itself = run(lm.model, with_settings(spectra, masks_own=False), ids)[0][0]
-    assert relative(masked, exact) > 1e-2  # a first token sees but itself
-    assert relative(itself[0], exact) < 1e-5
-    assert relative(itself[1:], kvjax.forward(lm, ids)[0, 1:]) > 1e-2
+    assert relative(masked, exact[0]) > 1e-2  # a first token sees but itself
+    assert relative(itself[0], exact[0]) < 1e-5
+    assert relative(itself[1:], exact[1:]) > 1e-2
 
 
 def test_the_hard_rate_is_what_is_stored():
-    lm = tiny(layers=2)
+    lm = tiny()
     spectra = perturbed(fitted(lm, tilt=2.0))
     ids = jnp.asarray(tokens(lm, (2, 16)))
     _, (soft, hard) = run(lm.model, spectra, ids, mode="hard")
-    assert soft.shape == hard.shape == (2, 2, 2, 16)
+    assert soft.shape == hard.shape == (1, 2, 2, 16)
     assert len(np.unique(hard)) > 5  # a rank of its own for every token
     own = spectra.layers[0].values
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, WIDTH)), jnp.float32)
@@ -125,14 +128,14 @@ def test_ranks_by_layer_are_the_same_for_every_token():
     assert (hard == hard[..., :1, :1]).all()
 
 
-@pytest.mark.parametrize("tilt", [0.0, 20.0, 100.0])
+@pytest.mark.parametrize("tilt", [0.0, 20.0])
 def test_the_first_rates_are_those_of_a_rising_bias(tilt):
     width = 1024
     one = Spectrum(
         jnp.eye(width), jnp.zeros(width), SpectralSettings(gate="layer", tilt=tilt), None
     )
     mask = one.mask(jnp.zeros((1, 1, width)))
-    expected = {0.0: 0.5005, 20.0: 0.95, 100.0: 0.99}[tilt]
+    expected = {0.0: 0.5005, 20.0: 0.95}[tilt]
     assert abs(float(mask.mean()) - expected) < 0.002
     if not tilt:
         assert abs(float(one.ranks(mask)[0, 0]) / width - 0.9) < 0.002

@@ -167,11 +167,12 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         events(tmp_path / "file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spectral",
     [
         SpectralSettings(gate="fixed", key_rank=8, value_rank=4),
-        pytest.param(SpectralSettings(gate="layer", tilt=4.0), marks=pytest.mark.slow),
+        SpectralSettings(gate="layer", tilt=4.0),
     ],
 )
 def test_the_controls_are_trained_by_the_same_code(tmp_path, spectral):
@@ -184,6 +185,7 @@ def test_the_controls_are_trained_by_the_same_code(tmp_path, spectral):
     assert record["spectral"]["gate"] == spectral.gate
 
 
+@pytest.mark.slow
 def test_no_steps_leave_the_principal_components(tmp_path):
     fixed = SpectralSettings(gate="fixed", key_rank=8, value_rank=8)
     found = events(tmp_path, dataclasses.replace(SETTINGS, steps=0), fixed)
