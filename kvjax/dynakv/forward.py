@@ -30,7 +30,7 @@ def read(
     *,
     keys: KeyStage,
     remat: bool = False,
-    first_position: int = 0,
+    first_position: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B T E"], list[Any]]:
     """Let tokens through all layers, with an ``attend`` that takes part in gradients.
 
@@ -100,7 +100,7 @@ def compressed_states(
     *,
     mode: Mode,
     remat: bool = False,
-    first_position: int = 0,
+    first_position: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B T E"], Rates]:
     """Hidden states after the final norm, every token reading compressed keys and values.
 

@@ -1,8 +1,6 @@
 """A model that reads compressed keys and values: exact where nothing is lost, and as the switches
 say where something is."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ def relative(actual, expected) -> float:
     [
         ("llama", {}),
         ("qwen3", {"keys": "normed"}),
-        ("qwen3", {"keys": "raw", "centre": "mean"}),
+        pytest.param("qwen3", {"keys": "raw", "centre": "mean"}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"masks_own": False}, marks=pytest.mark.slow),
     ],
 )
@@ -65,7 +63,7 @@ def test_positions_are_in_nothing_that_is_stored():
 
     spectra = perturbed(fitted(lm), 0.05)
 
-    @functools.partial(jax.jit, static_argnums=1)
+    @jax.jit
     def stored(spectra, first):
         own = spectra.layers[0].keys
 
@@ -130,15 +128,15 @@ def test_ranks_by_layer_are_the_same_for_every_token():
 
 @pytest.mark.parametrize("tilt", [0.0, 20.0])
 def test_the_first_rates_are_those_of_a_rising_bias(tilt):
-    width = 1024
+    width = 128
     one = Spectrum(
         jnp.eye(width), jnp.zeros(width), SpectralSettings(gate="layer", tilt=tilt), None
     )
     mask = one.mask(jnp.zeros((1, 1, width)))
-    expected = {0.0: 0.5005, 20.0: 0.95}[tilt]
-    assert abs(float(mask.mean()) - expected) < 0.002
+    expected = {0.0: (width + 1) / (2 * width), 20.0: 0.95}[tilt]
+    assert abs(float(mask.mean()) - expected) < 0.005
     if not tilt:
-        assert abs(float(one.ranks(mask)[0, 0]) / width - 0.9) < 0.002
+        assert abs(float(one.ranks(mask)[0, 0]) / width - 0.9) < 0.005
 
 
 def test_an_orthogonal_basis_stays_so():

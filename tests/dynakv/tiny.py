@@ -66,7 +66,7 @@ def perturbed(spectra: Spectra, spread: float = 0.1, gate: float = 1.0) -> Spect
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(move, state))
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "first_position"))
+@functools.partial(jax.jit, static_argnames="mode")
 def run(model: Decoder, spectra: Spectra, ids, *, mode="hard", first_position=0):
     """Logits and rates."""
     hidden, rates = compressed_states(

@@ -11,27 +11,26 @@ from flax import nnx
 import kvjax
 from kvjax.train.dynakv.alpha import AlphaControl
 from kvjax.train.dynakv.loss import Trained, accumulated, cross_entropy
-from kvjax.train.dynakv.settings import TrainSettings
 from kvjax.train.dynakv.state import Trainer
 from tests.dynakv.tiny import fitted, perturbed, run, tiny, tokens
+from tests.train.small import LOOSE, SETTINGS
 
-LENGTH = 12
-SETTINGS = TrainSettings(seq_len=LENGTH, warmup=0, remat=False)
-SPREAD = {"accum": 4, "devices": 2, "remat": True}
-
-
-def spectra(**settings):
-    return perturbed(fitted(tiny(), tilt=2.0, **settings), 0.02)
+LENGTH = SETTINGS.seq_len
+SPREAD = {"accum": 2, "devices": 2, "remat": True}
 
 
-def rows(count: int, padded: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def spectra():
+    return perturbed(fitted(tiny(), tilt=LOOSE.tilt), 0.02)
+
+
+def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of different lengths."""
-    lengths = 3 + np.arange(count) % (LENGTH - 2) if padded else np.full(count, LENGTH)
+    lengths = 3 + 3 * np.arange(count)
     return tokens(tiny(), (count, LENGTH)), np.arange(LENGTH)[None] < lengths[:, None]
 
 
 def updated(ids, valid, accum: int, devices: int, **changes):
-    """The loss, the gradient's norm and the parameters after one update of eight rows."""
+    """The loss, the gradient's norm and the parameters after one update."""
     settings = dataclasses.replace(SETTINGS, **changes)
     control = AlphaControl(3.0, None, 1).start()
     parts = (tiny().model, spectra(), settings, control, jax.devices()[:devices])
@@ -42,7 +41,7 @@ def updated(ids, valid, accum: int, devices: int, **changes):
 
 
 def test_it_makes_no_difference_how_rows_are_spread():
-    ids, valid = rows(8)
+    ids, valid = rows(4)
     expected, parameters = updated(ids, valid, 1, 1)
     found, others = updated(ids, valid, **SPREAD)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
@@ -55,7 +54,7 @@ def test_it_makes_no_difference_how_rows_are_spread():
 
 
 def test_padding_takes_no_part():
-    ids, valid = rows(8)
+    ids, valid = rows(4)
     expected, _ = updated(ids, valid, **SPREAD)
     other = np.where(valid, ids, 63 - ids)
     found, _ = updated(other.astype(np.int32), valid, **SPREAD)
@@ -66,14 +65,14 @@ def test_padding_takes_no_part():
 
 
 def test_the_rate_is_averaged_before_it_is_squared():
-    ids, valid = rows(8)
+    ids, valid = rows(4)
     _, (soft, _) = run(tiny().model, spectra(), jnp.asarray(ids), mode="soft")
     of_rows = np.asarray(soft).mean((0, 1))
     rate = of_rows[valid].mean()
     found, _ = updated(ids, valid, **SPREAD)
     expected = found["sums"].cross_entropy() + 3.0 * rate**2
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
-    each = [of_rows[i : i + 2][valid[i : i + 2]].mean() ** 2 for i in range(0, 8, 2)]
+    each = [of_rows[i : i + 2][valid[i : i + 2]].mean() ** 2 for i in range(0, 4, 2)]
     assert abs(np.mean(each) - rate**2) > 1e-5  # what squaring every batch would add
 
 
@@ -89,7 +88,7 @@ def test_cross_entropy_is_that_of_the_logits():
     assert int(count) == valid[:, 1:].sum()
 
 
-@pytest.mark.parametrize("length", [2, 300])
+@pytest.mark.parametrize("length", [300, pytest.param(2, marks=pytest.mark.slow)])
 def test_cross_entropy_of_rows_that_are_no_whole_number_of_chunks(length):
     lm = tiny()
     ids = jnp.asarray(tokens(lm, (2, length)))
