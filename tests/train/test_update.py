@@ -11,6 +11,7 @@ from flax import nnx
 import kvjax
 from kvjax.train.dynakv.alpha import AlphaControl
 from kvjax.train.dynakv.loss import Trained, accumulated, cross_entropy
+from kvjax.train.dynakv.optimiser import schedule
 from kvjax.train.dynakv.state import Trainer
 from tests.dynakv.tiny import fitted, perturbed, run, tiny, tokens
 from tests.train.small import LOOSE, SETTINGS
@@ -131,3 +132,26 @@ def test_the_compressed_loss_is_the_models_own_where_nothing_is_lost():
     expected = -jnp.take_along_axis(logs, ids[:, 1:, None], -1).mean()
     np.testing.assert_allclose(sums.cross_entropy(), expected, rtol=1e-5)
     assert sums.soft_rate() == sums.hard_rate() == 1
+
+
+def test_every_group_has_its_learning_rate():
+    ids, valid = rows(4)
+    control = AlphaControl(3.0, None, 1).start()
+    parts = (tiny().model, spectra(), SETTINGS, control, jax.devices()[:1])
+    trainer, state = Trainer.start(*parts)
+    before = jax.device_get(nnx.to_flat_state(state.parameters))
+    state, _ = trainer.update(state, ids[None], valid[None])
+    rates = {"u": SETTINGS.lr_u, "w": SETTINGS.lr_gate, "b": SETTINGS.lr_bias}
+    for (path, old), (_, new) in zip(before, nnx.to_flat_state(state.parameters), strict=True):
+        moved = np.abs(np.asarray(new[...]) - old[...]).max()
+        # The first of Adam's steps is one learning rate, which is half way up by then.
+        np.testing.assert_allclose(moved, rates[path[-1]] / 2, rtol=1e-2)
+
+
+def test_learning_rates_rise_and_fall_to_zero():
+    settings = dataclasses.replace(SETTINGS, steps=10, warmup=4)
+    rates = [float(schedule(1.0, settings)(step)) for step in range(11)]
+    assert rates[0] > 0 and max(rates) == rates[4] == 1.0 and rates[10] == 0
+    assert rates[:5] == sorted(rates[:5]) and rates[4:] == sorted(rates[4:], reverse=True)
+    assert float(schedule(1.0, dataclasses.replace(settings, warmup=0))(0)) == 1.0
+    assert float(schedule(1.0, dataclasses.replace(settings, steps=2))(0)) > 0
