@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-_GAIN = 10.0
-"""How much ln(alpha) changes for an error of 1 in the rate."""
+_GAIN = 8.0
+"""How much ln(alpha) changes for an error of 1 in the logarithm of the rate."""
 _INTEGRAL = 0.05
 """Share of the run after which a lasting error has moved ln(alpha) once more by its gain."""
 _APPROACH = 0.6
@@ -49,7 +49,7 @@ class AlphaControl:
         """The state after update ``step`` has found ``hard_rate``."""
         if self.target_rate is None:
             return state
-        error = hard_rate - self.wanted(step)
+        error = math.log(hard_rate / self.wanted(step))
         integral = float(state[0]) + _GAIN * error / max(1.0, _INTEGRAL * self.steps)
         integral = min(max(integral, -_LIMIT), _LIMIT)  # it must find back from a long error
         log_alpha = min(max(integral + _GAIN * error, -_LIMIT), _LIMIT)

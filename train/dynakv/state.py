@@ -111,7 +111,7 @@ def _is_trained(trains: str, path: tuple, variable: Any) -> bool:
         return trains == "all"
     if trains == "gate" and path[-1] not in ("w", "b"):
         return False
-    return isinstance(variable, SpectralGate) or getattr(variable, "type", None) is SpectralGate
+    return isinstance(variable, SpectralGate)
 
 
 @functools.partial(
