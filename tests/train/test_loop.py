@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from kvjax.train.dynakv import state as state_module
 from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.loop import CHECKPOINTS, train
 from kvjax.train.dynakv.metrics import METRICS, draw, read
-from tests.dynakv.tiny import tiny
+from tests.dynakv.tiny import run, tiny
 from tests.train.small import LOOSE, SETTINGS, rows
 
 
@@ -191,3 +192,22 @@ def test_a_target_rate_is_reached(tmp_path):
     )
     found = events(tmp_path, settings, SpectralSettings())
     assert abs(found[-1].values["rate_hard"] - 0.4) < 0.04
+
+
+def test_what_is_measured_is_the_hard_mask_on_held_out_rows(whole):
+    adapter = load_adapter(whole[0], tiny())
+    ids = rows().tokens[-SETTINGS.eval_rows :]
+    for mode in ("soft", "hard"):
+        logits, (soft, hard) = run(tiny().model, adapter.spectra, jnp.asarray(ids), mode=mode)
+        logs = jax.nn.log_softmax(logits[:, :-1])
+        own = jnp.take_along_axis(logs, jnp.asarray(ids)[:, 1:, None], -1)
+        np.testing.assert_allclose(adapter.measured[f"ce_{mode}"], -own.mean(), rtol=1e-5)
+    expected = {
+        "rate_soft": soft,
+        "rate_hard": hard,
+        "rate_keys": hard[:, 0],
+        "rate_values": hard[:, 1],
+        "rate_without_first": hard[..., 1:],
+    }
+    for name, part in expected.items():
+        np.testing.assert_allclose(adapter.measured[name], part.mean(), rtol=1e-5)
