@@ -23,6 +23,8 @@ class Tokenizer:
 
     Attributes:
         stop_ids: tokens that end an answer, as far as the tokenizer itself knows.
+        bos_id: the token that every sequence starts with, None if there is none.
+        eos_id: the token that ends a text, None if there is none.
         special_ids: the special tokens by their names; no decoded text shows them.
         vocab_size: how many ids there are.
         has_chat_template: whether `encode_chat` can be used.
@@ -40,7 +42,8 @@ class Tokenizer:
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._bos_id = bos_id
+        self.bos_id = bos_id
+        self.eos_id: int | None = wrapped.eos_token_id
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = {token.content: i for i, token in added.items() if token.special}
         self._special = frozenset(self.special_ids.values())
@@ -55,9 +58,9 @@ class Tokenizer:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise UsageError(f"the text is not valid Unicode ({error}); clean it first") from error
-        if self._bos_id is None or ids[:1] == [self._bos_id]:
+        if self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
-        return [self._bos_id, *ids]
+        return [self.bos_id, *ids]
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, thinking: bool | None = None

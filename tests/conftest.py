@@ -13,6 +13,10 @@ CHECKED = (
     "kvjax.codecs",
     "kvjax.compress",
     "kvjax.decoding",
+    "kvjax.dynakv.forward",
+    "kvjax.dynakv.mask",
+    "kvjax.dynakv.pca",
+    "kvjax.dynakv.spectrum",
     "kvjax.matching",
     "kvjax.models.attention",
     "kvjax.models.decoder",
@@ -23,6 +27,8 @@ CHECKED = (
     "kvjax.thoughts.density",
     "kvjax.thoughts.record",
     "kvjax.thoughts.sparsity",
+    "kvjax.train.dynakv.loss",
+    "kvjax.train.dynakv.state",
     "pallas_kernels",
 )
 

@@ -5,7 +5,7 @@ the caller passes in, with whatever cache it threads through the layers.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,13 @@ from kvjax.models.layers import linear, rms_norm
 from kvjax.models.rope import rotate, rotation
 
 # attend(layer index, layer cache, q [B,T,Hq,D], k [B,T,Hkv,D], v [B,T,Hkv,D], sinks f32[Hq] | None)
-# -> (out [B,T,Hq,D], layer cache); q and k come rotated, query head h reads KV head h // G.
+# -> (out [B,T,Hq,D], layer cache); q comes rotated, k at its `KeyStage`, and query head h reads KV
+# head h // G.
 Attend = Callable[..., tuple[Array, Any]]
+
+KeyStage = Literal["rotated", "normed", "raw"]
+"""How far keys have come when ``attend`` gets them: as queries meet them, before their rotation, or
+before their norm as well (where the model has one)."""
 
 _normal = nnx.initializers.normal(0.02)
 
@@ -49,7 +54,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.sinks else None
 
     def heads(
-        self, x: Float[Array, "B T E"]
+        self, x: Float[Array, "B T E"], *, raw_keys: bool = False
     ) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B T Hkv D"], Float[Array, "B T Hkv D"]]:
         """Queries, keys and values before rotation, out of one product."""
         config = self.config
@@ -58,15 +63,26 @@ class Attention(nnx.Module):
         k, v = fused[:, :, :, config.group], fused[:, :, :, config.group + 1]
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+            k = k if raw_keys else self.norm_keys(k)
         return q, k, v
 
+    def norm_keys(self, k: Float[Array, "B T Hkv D"]) -> Float[Array, "B T Hkv D"]:
+        """Keys behind their norm, as they are where there is none."""
+        if self.k_norm is None:
+            return k
+        return rms_norm(k, self.k_norm[...], self.config.rms_norm_eps)
+
     def __call__(
-        self, x: Float[Array, "B T E"], angles: tuple[Array, Array], attend: Attend
+        self,
+        x: Float[Array, "B T E"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        keys: KeyStage = "rotated",
     ) -> tuple[Float[Array, "B T E"], Any]:
-        q, k, v = self.heads(x)
+        q, k, v = self.heads(x, raw_keys=keys == "raw")
+        k = rotate(k, *angles) if keys == "rotated" else k
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        out, cache = attend(rotate(q, *angles), rotate(k, *angles), v, sinks)
+        out, cache = attend(rotate(q, *angles), k, v, sinks)
         out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
         return linear(out, self.out[...], _value(self.out_bias)), cache
 
@@ -108,9 +124,13 @@ class Layer(nnx.Module):
         self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T E"], angles: tuple[Array, Array], attend: Attend
+        self,
+        x: Float[Array, "B T E"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        keys: KeyStage = "rotated",
     ) -> tuple[Float[Array, "B T E"], Any]:
-        out, cache = self.attn(rms_norm(x, self.input_norm[...], self.eps), angles, attend)
+        out, cache = self.attn(rms_norm(x, self.input_norm[...], self.eps), angles, attend, keys)
         x = x + out
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps)), cache
 

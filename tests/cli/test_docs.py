@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.command.calibrate_options import CalibrateConfig, calibrate_parser
 from kvjax.command.options import parse
+from kvjax.command.train_dynakv_options import TrainDynaKVConfig, train_dynakv_parser
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,10 +68,18 @@ def test_commands_in_a_sentence_name_a_module_and_its_flags(command):
         assert f'"{flag}"' in source
 
 
-@pytest.mark.parametrize("command", commands("kvjax.calibrate"))
+PARSED = {
+    "kvjax.calibrate": (CalibrateConfig, calibrate_parser),
+    "kvjax.train_dynakv": (TrainDynaKVConfig, train_dynakv_parser),
+}
+
+
+@pytest.mark.parametrize("command", [line for module in PARSED for line in commands(module)])
 def test_commands_in_the_docs_parse(command):
-    config, _ = parse(CalibrateConfig, calibrate_parser(), shlex.split(command)[3:])
-    assert isinstance(config, CalibrateConfig)
+    _, _, module, *argv = shlex.split(command)
+    table, parser = PARSED[module]
+    config, _ = parse(table, parser(), argv)
+    assert isinstance(config, table)
 
 
 def test_there_are_commands_to_check():

@@ -1,0 +1,175 @@
+"""Whole sequences through a model whose keys and values are compressed, without a cache."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.dynakv.spectrum import Basis, LayerSpectra, Spectra, Spectrum
+from kvjax.models.attention import add_sinks, causal_mask, masked_attention, merge
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Attention, Decoder, KeyStage
+from kvjax.models.layers import rms_norm
+from kvjax.models.rope import rotate, rotation
+
+Mode = Literal["soft", "hard"]
+"""As in training, by the mask itself, or as in use: the first ranks' components, all or nothing."""
+
+Rates = tuple[Float[Array, "L 2 B T"], Float[Array, "L 2 B T"]]
+"""Of every layer's keys and values, the share of components kept of each token, soft and hard."""
+
+
+def read(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    attend: Callable[..., tuple[Array, Any]],
+    beside: Sequence[Any],
+    *,
+    keys: KeyStage,
+    remat: bool = False,
+    first_position: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "B T E"], list[Any]]:
+    """Let tokens through all layers, with an ``attend`` that takes part in gradients.
+
+    Args:
+        attend: called once a layer with its attention module, the angles, what stands beside it,
+            and what every ``attend`` gets (see `kvjax.models.decoder`).
+        beside: what stands beside each layer.
+        keys: the stage at which ``attend`` gets keys.
+        remat: whether a layer's inside is computed again for its gradient, instead of kept.
+        first_position: of every row.
+
+    Returns:
+        The hidden states after the final norm, and what ``attend`` returned beside its output.
+    """
+    config = model.config
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + first_position
+    angles = rotation(jnp.broadcast_to(positions[None], tokens.shape), config.rope, config.head_dim)
+    x, notes = model.embed[...][tokens], []
+    for index, (module, own) in enumerate(zip(model.layers, beside, strict=True)):
+
+        def through(module, own, x, index=index):
+            bound = functools.partial(attend, index, module.attn, angles, own)
+            return module(x, angles, bound, keys)
+
+        x, note = (jax.checkpoint(through) if remat else through)(module, own, x)
+        notes.append(note)
+    return rms_norm(x, model.norm[...], config.rms_norm_eps), notes
+
+
+def plain_attention(
+    config: ModelConfig,
+    index: int,
+    q: Float[Array, "B T Hq D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    sinks: Float[Array, " Hq"] | None,
+) -> Float[Array, "B T Hq D"]:
+    """What layer ``index`` computes of rotated queries and keys when nothing is compressed."""
+    out, lse = masked_attention(q, k, v, _seen(config, index, q)[0], config.scale)
+    return add_sinks(out, lse, sinks)
+
+
+def plain_states(
+    model: Decoder, tokens: Int[Array, "B T"], *, remat: bool = False
+) -> Float[Array, "B T E"]:
+    """Hidden states after the final norm, of the model as it is."""
+
+    def attend(index, module, angles, own, q, k, v, sinks):
+        del module, angles, own
+        return plain_attention(model.config, index, q, k, v, sinks), None
+
+    beside = (None,) * model.config.num_layers
+    return read(model, tokens, attend, beside, keys="rotated", remat=remat)[0]
+
+
+def _seen(config: ModelConfig, index: int, q: Array) -> tuple[Array, Array]:
+    """Which tokens each one sees in layer ``index``, and which of them is itself."""
+    order = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
+    return causal_mask(order, order, config.windows[index]), causal_mask(order, order, 1)
+
+
+def compressed_states(
+    model: Decoder,
+    spectra: Spectra,
+    bases: tuple[tuple[Basis, Basis], ...],
+    tokens: Int[Array, "B T"],
+    *,
+    mode: Mode,
+    remat: bool = False,
+    first_position: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "B T E"], Rates]:
+    """Hidden states after the final norm, every token reading compressed keys and values.
+
+    Args:
+        model: the decoder.
+        spectra: its bases and gates.
+        bases: ``spectra.bases()``.
+        tokens: rows, right-padded: a row's padding is in no token's past.
+        mode: which mask is used.
+        remat: see `read`.
+        first_position: see `read`.
+    """
+
+    def attend(index, module, angles, own, q, k, v, sinks):
+        return _attend(model.config, spectra, mode, index, module, angles, own, q, k, v, sinks)
+
+    hidden, rates = read(
+        model,
+        tokens,
+        attend,
+        list(zip(spectra.layers, bases, strict=True)),
+        keys=spectra.settings.keys,
+        remat=remat,
+        first_position=first_position,
+    )
+    soft, hard = zip(*rates, strict=True)
+    return hidden, (jnp.stack(soft), jnp.stack(hard))
+
+
+def _attend(
+    config: ModelConfig,
+    spectra: Spectra,
+    mode: Mode,
+    index: int,
+    module: Attention,
+    angles: tuple[Array, Array],
+    own: tuple[LayerSpectra, tuple[Basis, Basis]],
+    q: Float[Array, "B T Hq D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    sinks: Float[Array, " Hq"] | None,
+) -> tuple[Float[Array, "B T Hq D"], tuple[Array, Array]]:
+    """Attention over rebuilt keys and values, and the rates of both."""
+    layer, (key_basis, value_basis) = own
+    raw = spectra.settings.keys == "raw"
+
+    def as_keys(k):
+        return rotate(module.norm_keys(k) if raw else k, *angles).astype(q.dtype)
+
+    rebuilt_k, *key_rates = through(layer.keys, key_basis, k, mode)
+    rebuilt_v, *value_rates = through(layer.values, value_basis, v, mode)
+    rebuilt_k, rebuilt_v = as_keys(rebuilt_k), rebuilt_v.astype(v.dtype)
+    mask, same = _seen(config, index, q)
+    if spectra.settings.masks_own:
+        out, lse = masked_attention(q, rebuilt_k, rebuilt_v, mask, config.scale)
+    else:
+        past = masked_attention(q, rebuilt_k, rebuilt_v, mask & ~same, config.scale)
+        itself = masked_attention(q, as_keys(k), v, same, config.scale)
+        out, lse = merge(*past, *itself)
+    rates = tuple(jnp.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
+    return add_sinks(out, lse, sinks), rates
+
+
+def through(
+    spectrum: Spectrum, basis: Basis, x: Float[Array, "B T Hkv D"], mode: Mode
+) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T"], Float[Array, "B T"]]:
+    """Keys or values stored and rebuilt, in float32, with each token's soft and hard rate."""
+    latent = spectrum.latent(x.reshape(*x.shape[:2], -1), basis)
+    mask = spectrum.mask(latent)
+    hard = spectrum.ranks(mask).astype(jnp.float32) / latent.shape[-1]
+    kept = latent * mask if mode == "soft" else spectrum.stored(latent, mask)
+    return spectrum.rebuild(kept, basis).reshape(x.shape), mask.mean(-1), hard

@@ -1,0 +1,28 @@
+"""From a gate's logits to a soft mask, and from the mask to a rank."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def soft_mask(logits: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
+    """The share of the gate's probability that cuts at or behind each component.
+
+    With q = softmax(logits) over the last component that is kept, component j gets the sum of q
+    from j on. That is the paper's flipped running sum (equation 6) with the gate's outputs numbered
+    from the other end. The first component is 1 exactly: it is always kept.
+    """
+    behind = jax.lax.cumsum(jax.nn.softmax(logits), axis=logits.ndim - 1, reverse=True)
+    return jnp.concatenate([jnp.ones_like(behind[..., :1]), behind[..., 1:]], axis=-1)
+
+
+def rank_of(mask: Float[Array, "*B d"], tau: float, multiple: int = 1) -> Int[Array, "*B"]:
+    """Components whose mask is above ``tau``, rounded up to a multiple; at least 1."""
+    rank = (mask > tau).sum(-1, dtype=jnp.int32)
+    return jnp.minimum(-(-rank // multiple) * multiple, mask.shape[-1])
+
+
+def prefix(rank: Int[Array, "*B"], width: int) -> Bool[Array, "*B d"]:
+    """True for the first ``rank`` of ``width`` components."""
+    index = jnp.arange(width, dtype=jnp.int32).reshape((1,) * rank.ndim + (width,))
+    return index < rank[..., None]

@@ -1,0 +1,154 @@
+"""The learned basis and gate of keys or values: parameters beside a layer, never inside it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.dynakv.mask import prefix, rank_of, soft_mask
+from kvjax.dynakv.settings import SpectralSettings
+from kvjax.models.config import ModelConfig
+
+_HIGHEST = jax.lax.Precision.HIGHEST  # TF32 would already break U times its inverse
+
+
+class SpectralGate(nnx.Variable):
+    """A parameter that training may change."""
+
+
+class SpectralConstant(nnx.Variable):
+    """An array that stays as it was when the basis was found."""
+
+
+Basis = tuple[Float[Array, "d d"], Float[Array, "d d"]]
+"""U, whose columns are the components, and what rebuilds."""
+
+
+class Spectrum(nnx.Module):
+    """The basis and gate of one layer's keys, or of its values.
+
+    All KV heads are one vector of d = Hkv * D components. Everything is float32.
+
+    Attributes:
+        u: [d, d]; a constant where the basis is to stay orthogonal.
+        u_inverse: [d, d] or None: where the inverse is free.
+        turn: [d, d] or None: where the basis is orthogonal, U is ``u`` times the Cayley transform
+            of ``turn - turn.T``.
+        mean: [d] or None: where it is taken off.
+        w: [d, d] or None: where each token has its own rank.
+        b: [d] or None: where anything is learned of ranks.
+        rank: the fixed rank, or None.
+    """
+
+    def __init__(
+        self,
+        u: Float[Array, "d d"],
+        mean: Float[Array, " d"],
+        settings: SpectralSettings,
+        rank: int | None,
+    ):
+        width = len(mean)
+        self.settings = settings
+        self.rank = rank
+        orthogonal = settings.inverse == "orthogonal"
+        self.u = SpectralConstant(u) if orthogonal else SpectralGate(u)
+        self.turn = SpectralGate(jnp.zeros((width, width))) if orthogonal else None
+        self.u_inverse = SpectralGate(u.T) if settings.inverse == "free" else None
+        self.mean = SpectralConstant(mean) if settings.centre == "mean" else None
+        rising = settings.tilt / width * jnp.arange(width, dtype=jnp.float32)
+        self.w = SpectralGate(jnp.zeros((width, width))) if settings.gate == "token" else None
+        self.b = None if settings.gate == "fixed" else SpectralGate(rising)
+
+    def basis(self) -> Basis:
+        """U and what rebuilds, for all tokens of a step."""
+        u = self.u[...]
+        if self.turn is not None:
+            half = (self.turn[...] - self.turn[...].T) / 2
+            one = jnp.eye(len(half))
+            u = jnp.matmul(u, jnp.linalg.solve(one - half, one + half), precision=_HIGHEST)
+            return u, u.T
+        return u, jnp.linalg.inv(u) if self.u_inverse is None else self.u_inverse[...]
+
+    def latent(self, x: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T d"]:
+        """The components of keys or values."""
+        x = x.astype(jnp.float32)
+        x = x if self.mean is None else x - self.mean[...][None, None]
+        return jnp.matmul(x, basis[0], precision=_HIGHEST)
+
+    def mask(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+        """The soft mask of each token; of a fixed rank, ones and zeros."""
+        if self.b is None:
+            rank = jnp.full(latent.shape[:2], self.rank, jnp.int32)
+            return prefix(rank, latent.shape[-1]).astype(jnp.float32)
+        logits = jnp.broadcast_to(self.b[...][None, None], latent.shape)
+        if self.w is not None:
+            seen = latent if self.settings.basis_learns_from_gate else jax.lax.stop_gradient(latent)
+            logits = logits + jnp.matmul(seen, self.w[...], precision=_HIGHEST)
+        return soft_mask(logits)
+
+    def ranks(self, mask: Float[Array, "B T d"]) -> Int[Array, "B T"]:
+        """Components that are stored of each token."""
+        return rank_of(mask, self.settings.tau, self.settings.rank_multiple)
+
+    def stored(
+        self, latent: Float[Array, "B T d"], mask: Float[Array, "B T d"]
+    ) -> Float[Array, "B T d"]:
+        """The components as a cache keeps them: those behind a token's rank are zero."""
+        kept = prefix(self.ranks(mask), latent.shape[-1])
+        value = latent * mask if self.settings.stored == "masked" else latent
+        return jnp.where(kept, value, 0.0)
+
+    def rebuild(self, latent: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T d"]:
+        """Keys or values out of their components."""
+        x = jnp.matmul(latent, basis[1], precision=_HIGHEST)
+        return x if self.mean is None else x + self.mean[...][None, None]
+
+
+class LayerSpectra(nnx.Module):
+    """What stands beside one layer: the spectrum of its keys and that of its values."""
+
+    def __init__(self, keys: Spectrum, values: Spectrum):
+        self.keys = keys
+        self.values = values
+
+    def bases(self) -> tuple[Basis, Basis]:
+        return self.keys.basis(), self.values.basis()
+
+
+class Spectra(nnx.Module):
+    """What stands beside a model.
+
+    Attributes:
+        layers: one `LayerSpectra` each.
+    """
+
+    def __init__(self, layers: list[LayerSpectra], settings: SpectralSettings):
+        self.settings = settings
+        self.layers = nnx.List(layers)
+
+    def bases(self) -> tuple[tuple[Basis, Basis], ...]:
+        """The bases of every layer, to be computed once a step."""
+        return tuple(layer.bases() for layer in self.layers)
+
+
+def key_width(config: ModelConfig) -> int:
+    """Components of a token's keys, all heads together."""
+    return config.num_kv_heads * config.head_dim
+
+
+def blank(config: ModelConfig, settings: SpectralSettings) -> Spectra:
+    """Spectra of the right shapes in the standard basis.
+
+    Raises:
+        UsageError: a rank that the model's keys cannot have.
+    """
+    width = key_width(config)
+    settings.check_width(width)
+    ranks = (settings.key_rank, settings.value_rank)
+
+    def layer() -> LayerSpectra:
+        return LayerSpectra(
+            *(Spectrum(jnp.eye(width), jnp.zeros(width), settings, rank) for rank in ranks)
+        )
+
+    return Spectra([layer() for _ in range(config.num_layers)], settings)

@@ -1,0 +1,1 @@
+"""Training of DynaKV's bases and gates, imported as `kvjax.train.dynakv`."""
