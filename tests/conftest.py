@@ -43,6 +43,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def forget_programs():
     """Every compiled program takes a few memory mappings, of which a process may have 65,530."""
     yield
+    _forget_many()
+
+
+@pytest.fixture(autouse=True)
+def forget_programs_of_slow_tests(request):
+    """Of which one module alone compiles too many."""
+    yield
+    if request.node.get_closest_marker("slow"):
+        _forget_many()
+
+
+def _forget_many() -> None:
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
