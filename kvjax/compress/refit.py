@@ -1,9 +1,11 @@
 """Attention matching on the slots of a layer: what stays takes over from what goes."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import LayerCache
@@ -11,7 +13,6 @@ from kvjax.cache.slots import as_stored, compact, revalue
 from kvjax.compress.context import Context
 from kvjax.matching import AttentionMatching
 from pallas_kernels import SCRATCH_PAGE
-from pallas_kernels.read import plain_keys, plain_values
 
 
 @jax.tree_util.register_dataclass
@@ -86,21 +87,18 @@ def change_tokens(
     return v.at[row, head, at].set(change.v.astype(v.dtype), mode="drop"), bias
 
 
-def stored_keys(layer: LayerCache, dtype) -> list[Float[Array, "B Hkv _ D"]]:
-    """Keys of all classes but the first, as they are read."""
-    return _read(plain_keys, layer, dtype)
+def read_classes(
+    read: Callable, layer: LayerCache, dtype: DTypeLike, classes: Iterable[int]
+) -> list[Float[Array, "B Hkv _ D"]]:
+    """Keys or values of some classes, each in the order of its slots.
 
-
-def stored_values(layer: LayerCache, dtype) -> list[Float[Array, "B Hkv _ D"]]:
-    """Values of all classes but the first, as they are read."""
-    return _read(plain_values, layer, dtype)
-
-
-def _read(read, layer: LayerCache, dtype):
+    Args:
+        read: ``plain_keys`` or ``plain_values``.
+    """
     found = []
-    for pool, table in zip(layer.pools[1:], layer.tables[1:], strict=True):
-        whole = read(pool, table, dtype)
-        found.append(whole.reshape(*table.shape[:2], -1, whole.shape[-1]))
+    for c in classes:
+        whole = read(layer.pools[c], layer.tables[c], dtype)
+        found.append(whole.reshape(*whole.shape[:2], -1, whole.shape[-1]))
     return found
 
 

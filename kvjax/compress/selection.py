@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.cache import LayerCache, query_positions
 from kvjax.compress.context import Context
 from kvjax.compress.keep import keep_mask, protected
-from kvjax.compress.refit import Change, keys_to_store, match, stored_keys, stored_values
+from kvjax.compress.refit import Change, keys_to_store, match, read_classes
 from kvjax.recipes import Recipe
+from pallas_kernels.read import plain_keys, plain_values
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +98,9 @@ def selection(
     live = bias > -jnp.inf
     selector, matches = recipe.selector, recipe.compactor is not None
     reads = matches or selector.needs_keys or selector.needs_queries
-    keys = stored_keys(layer, new.k.dtype) if reads else []
+    stored_classes = range(1, len(layer.pools))
+    keys = read_classes(plain_keys, layer, new.k.dtype, stored_classes) if reads else []
+    values = read_classes(plain_values, layer, new.v.dtype, stored_classes) if matches else []
     ctx = Context(
         bias=bias,
         pos=pos,
@@ -105,7 +108,7 @@ def selection(
         prompt=rows.prompt,
         seed=rows.seed,
         k=jnp.concatenate([*keys, new.k], 2) if reads else None,
-        v=jnp.concatenate([*stored_values(layer, new.v.dtype), new.v], 2) if matches else None,
+        v=jnp.concatenate([*values, new.v], 2) if matches else None,
         **_queries(layer, rows, asked),
         mass=None if new.mass is None else joined("mass", new.mass),
         segment=None if rows.segment is None else _segment_of(rows.segment, pos),

@@ -88,12 +88,7 @@ def settle(
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
         layer = _evict(layer, kept)
-    elif (
-        select
-        and policy.keeps == "budget"
-        and recipe.selector is not None
-        and _can_ask(recipe, asked)
-    ):
+    elif select and policy.keeps == "budget" and recipe.selector is not None:
         there = Candidates(pos, k, v, keep, mass, into, leaves)
         kept, keep, change = selection(
             layer, index, recipe, scale, rows, there, policy.budgets, asked
@@ -113,11 +108,6 @@ def settle(
     if recipe.once and incoming is None and select:
         layer = tidied(layer)  # nothing else will take the slots that have come free
     return _renew(layer, rows, incoming), crowded
-
-
-def _can_ask(recipe: Recipe, asked) -> bool:
-    """A model repeats its context while it answers, and not while it reads the prompt."""
-    return asked is not None or not recipe.repeats
 
 
 def _place(layer, recipe, places, into, pos, k, v, mass, bias, out):

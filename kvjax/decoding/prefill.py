@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache, append, reserve_layer
 from kvjax.cache.working import HISTORY_BLOCK, QUERY_BLOCK
-from kvjax.compress.policy import policies
+from kvjax.compress.policy import Policy, policies
 from kvjax.compress.selection import Rows
 from kvjax.compress.settle import Incoming, leaving, settle
 from kvjax.decoding.notes import note_prompt, with_segments
@@ -71,7 +71,9 @@ def prefill_chunk(
         model.embed, cache.length, cache.stored, tokens, count, seed, config=config, recipe=recipe
     )
     cache = note_prompt(cache, tokens, count)
-    selects = longest is None or not recipe.holds(longest)
+    # A model repeats its context while it answers, and not while it reads the prompt.
+    holds = longest is not None and recipe.holds(longest)
+    selects = not holds and not recipe.repeats
     if selects:
         rows = with_segments(rows, cache.ledger, recipe)
     x, cache = read_layers(model, cache, x, angles, rows, recipe, selects=selects)
@@ -175,11 +177,7 @@ def _read(
     real = positions < rows.length[:, None]
 
     def attend(q, k, v, sinks):
-        out, lse = attend_local(q, k, v, positions, config.scale, window)
-        queries = shifted(policy, config, layer, q, rows.before)
-        for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
-            history = attend_pages(query, positions, pool, table, config.scale, window)
-            out, lse = merge(out, lse, *history)
+        out, lse = attend_all(layer, policy, config, window, q, k, v, positions, rows.before)
         result = add_sinks(out, lse, sinks).astype(q.dtype)
         kept, mass = layer, None
         if recipe.needs_mass:
@@ -221,7 +219,34 @@ def _last(layer: LayerCache, positions: Int[Array, "B T"], rows: Rows):
     return keep & (positions >= (rows.length - capacity)[:, None])
 
 
-def attend_local(q, k, v, positions, scale, window):
+def attend_all(
+    layer: LayerCache,
+    policy: Policy,
+    config: ModelConfig,
+    window: int | None,
+    q: Float[Array, "B T Hq D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    positions: Int[Array, "B T"],
+    before: Int[Array, " B"],
+) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B T Hq"]]:
+    """Attention of new tokens to each other and to all that the layer holds, without sinks.
+
+    Args:
+        before: tokens that a row had read before them.
+
+    Returns:
+        The float32 output and the log-sum-exp.
+    """
+    out, lse = _attend_local(q, k, v, positions, config.scale, window)
+    queries = shifted(policy, config, layer, q, before)
+    for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
+        history = _attend_pages(query, positions, pool, table, config.scale, window)
+        out, lse = merge(out, lse, *history)
+    return out, lse
+
+
+def _attend_local(q, k, v, positions, scale, window):
     """Causal attention inside the chunk, a block of queries at a time.
 
     Padding lies to the right, in the future of every token, so it needs no mask of its own.
@@ -235,7 +260,7 @@ def attend_local(q, k, v, positions, scale, window):
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 
 
-def attend_pages(q, positions, pool, table, scale, window):
+def _attend_pages(q, positions, pool, table, scale, window):
     """Attention to the pages of a class, block after block; as many as the fullest head owns."""
     rows, kv_heads, width = table.shape
     step = min(width, max(1, HISTORY_BLOCK // pool.page_size))

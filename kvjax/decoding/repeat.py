@@ -12,9 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache
 from kvjax.compress.policy import Policy, policies
-from kvjax.decoding.observe import shifted
-from kvjax.decoding.prefill import attend_local, attend_pages, begin
-from kvjax.models.attention import add_sinks, merge
+from kvjax.decoding.prefill import attend_all, begin
+from kvjax.models.attention import add_sinks
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
@@ -79,11 +78,7 @@ def _read(
     positions = before[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
 
     def attend(q, k, v, sinks):
-        out, lse = attend_local(q, k, v, positions, config.scale, window)
-        queries = shifted(policy, config, layer, q, before)
-        for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
-            history = attend_pages(query, positions, pool, table, config.scale, window)
-            out, lse = merge(out, lse, *history)
+        out, lse = attend_all(layer, policy, config, window, q, k, v, positions, before)
         asked = jnp.take_along_axis(q, places[..., None, None], 1)
         return add_sinks(out, lse, sinks).astype(q.dtype), asked
 

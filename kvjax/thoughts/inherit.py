@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.cache import LayerCache, query_positions
 from kvjax.compress.context import Context
-from kvjax.compress.refit import match, store_change
+from kvjax.compress.refit import match, read_classes, store_change
 from kvjax.matching import AttentionMatching
 from pallas_kernels.read import plain_keys, plain_values
 
@@ -40,19 +40,14 @@ def inherit(
         pools = zip(layer.pools, layer.tables, strict=True)
         return joined([getattr(pool, name)[table] for pool, table in pools])
 
-    def read(read):
-        parts = (read(layer.pools[c], layer.tables[c], jnp.float32) for c in order)
-        flat = [part.reshape(rows, heads, -1, part.shape[-1]) for part in parts]
-        return jnp.concatenate(flat, 2)
-
     ctx = Context(
         bias=of_pools("bias"),
         pos=of_pools("pos"),
         length=length,
         prompt=length,
         seed=jnp.int32(0),
-        k=read(plain_keys),
-        v=read(plain_values),
+        k=jnp.concatenate(read_classes(plain_keys, layer, jnp.float32, order), 2),
+        v=jnp.concatenate(read_classes(plain_values, layer, jnp.float32, order), 2),
         queries=layer.queries,
         query_pos=query_positions(layer, length),
         scale=scale,
