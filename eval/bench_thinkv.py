@@ -13,7 +13,8 @@ their slots come free in groups: that variant has the default's budget, and more
 ``overhead``: Qwen3-4B's shape with random weights in bfloat16. Rows decode until their budget is
 full; then the times of the chunks and of the maintenance after them are taken over whole segments.
 Telling thoughts apart and evicting is what the maintenance at a segment's border takes beyond that
-of an ordinary tick, which moves tokens into pages.
+of an ordinary tick, which moves tokens into pages. One more segment is timed as a whole, without
+waiting for any part of it.
 """
 
 import argparse
@@ -205,7 +206,7 @@ def overhead(args: argparse.Namespace) -> None:
     every, tick = segmenter.every, recipe.tick
     border = args.budget + every  # from here on every segment costs the others some tokens
     steps = border + every * (args.segments + 1)
-    prompt, new = 32, steps + tick
+    prompt, new = 32, steps + every + tick
     planned = plan(
         config,
         recipe,
@@ -242,6 +243,12 @@ def overhead(args: argparse.Namespace) -> None:
         times.append({"done": done, "maintain_ms": kept, "chunk_ms": decoded})
         if done % every == 0:
             print(f"{done:6} steps, chunk {decoded:.1f} ms, maintenance {kept:.1f} ms", flush=True)
+    start = time.perf_counter()
+    for done in range(steps, steps + every, tick):  # as decoding does: nothing is waited for
+        state = maintain(state, compress, config=config, recipe=recipe, done=done)
+        state, _ = decode_chunk(model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe)
+    jax.block_until_ready(state)
+    whole = 1000 * (time.perf_counter() - start) / every
     late = [entry for entry in times if entry["done"] >= border]
     at = {offset: [] for offset in range(0, every, tick)}
     for entry in late:
@@ -256,6 +263,7 @@ def overhead(args: argparse.Namespace) -> None:
         "budget": args.budget,
         "step_ms": chunk / tick,
         "moving_ms_a_step": plain / tick,
+        "whole_ms_a_step": whole,
         "thoughts_ms_a_segment": extra,
         "maintain_ms_by_offset": each,
         "share_of_thoughts": extra / segment,

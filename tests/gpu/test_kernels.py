@@ -170,20 +170,16 @@ def test_write_slots_codes(name, dim, tokens, dtype):
 
 @pytest.mark.parametrize("name", ["int4", "int2"])
 def test_write_slots_of_the_benchmark(name):
-    """In place, and what the launch stored is attended to as what XLA stored."""
-    shape = StoreShape()
-    pool, table, arguments = store_arguments(name, shape)
-    out = []
+    """In place, and as good as what XLA stores."""
+    pool, _, arguments = store_arguments(name, StoreShape())
+    stored = []
     for by in ("triton", "xla"):
         store = jax.jit(functools.partial(write_slots, implementation=by), donate_argnums=0)
         copy = jax.tree.map(jnp.copy, pool)
         where = pointers(copy)
-        stored = store(copy, **arguments)
-        assert pointers(stored) == where
-        q = jax.random.normal(jax.random.key(1), (shape.rows, 32, 128), jnp.bfloat16)
-        out.append(paged_attention(q, [stored], [table], scale=128**-0.5)[0])
-    largest = float(jnp.abs(out[1]).max())
-    np.testing.assert_allclose(*out, rtol=0, atol=1e-3 * largest)
+        stored.append(store(copy, **arguments))
+        assert pointers(stored[-1]) == where
+    coded.check(*stored, {"pool": pool, **arguments})
 
 
 @pytest.mark.parametrize(("fmt", "pages"), [("float", 3 * 2**19), ("int8", 2**22 + 1)], ids=str)
