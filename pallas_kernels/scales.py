@@ -3,16 +3,25 @@
 Encoders work with the rounded scale, because that is the one a reader multiplies by.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 
-def stored(number: Float32[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """``number`` in ``dtype``, cut to its finite range; a cast alone would give inf or NaN."""
+def stored(
+    number: Float32[Array, "*shape"], dtype: DTypeLike, *, in_kernel: bool = False
+) -> Float[Array, "*shape"]:
+    """``number`` in ``dtype``, cut to its finite range; a cast alone would give inf or NaN.
+
+    Args:
+        in_kernel: of Pallas, which rounds where it is told to and knows no barrier.
+    """
     top = float(jnp.finfo(dtype).max)
     # XLA's CPU backend may lose a NaN in a minimum or maximum.
-    return jnp.where(jnp.isnan(number), number, jnp.clip(number, -top, top)).astype(dtype)
+    rounded = jnp.where(jnp.isnan(number), number, jnp.clip(number, -top, top)).astype(dtype)
+    # For a GPU, XLA makes nothing of a number that is narrowed and then widened again.
+    return rounded if in_kernel else jax.lax.optimization_barrier(rounded)
 
 
 def inverse(scale: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -36,22 +36,26 @@ _ROUND_BITS = 0x4B400000
 
 
 def encode_uniform(
-    parts: Sequence[Float32[Array, "*batch C"]], fmt: str
+    parts: Sequence[Float32[Array, "*batch C"]], fmt: str, *, in_kernel: bool = False
 ) -> tuple[list[UInt8[Array, "*batch C"]], Float16[Array, "*batch 1"]]:
     """Codes, one a byte, of the nearest levels under the scale.
 
     For fp8 the scale is ``max|x| / 448``. For integers it is the one of least squared error among
     ``max|x| / top * factor``; ties go to the largest factor, and with factor 1 no number is more
     than half a step off.
+
+    Args:
+        in_kernel: see ``stored``.
     """
+    keep = functools.partial(stored, dtype=jnp.float16, in_kernel=in_kernel)
     largest = _largest(parts)
     if fmt == "fp8":
-        scale = stored(largest * (1 / _FP8_MAX), jnp.float16)
+        scale = keep(largest * (1 / _FP8_MAX))
         return [_fp8_bits(x * inverse(scale)) for x in parts], scale
-    best = stored(largest * (1 / _TOP[fmt]), jnp.float16)
+    best = keep(largest * (1 / _TOP[fmt]))
     least = _squared_error(parts, best, fmt)
     for factor in _FACTORS[fmt][1:]:
-        scale = stored(largest * (factor / _TOP[fmt]), jnp.float16)
+        scale = keep(largest * (factor / _TOP[fmt]))
         error = _squared_error(parts, scale, fmt)
         best = jnp.where(error < least, scale, best)
         least = jnp.minimum(error, least)

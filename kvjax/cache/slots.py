@@ -1,6 +1,7 @@
 """Where tokens go: slots in pages, and the stores into them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from kvjax.cache.pages import give_pages, take_pages
 from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values, plain_keys
 from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
+
+_FEW = 64  # tokens that leave the recent window at a time
 
 
 def replace_class(layer: LayerCache, index: int, **parts) -> LayerCache:
@@ -258,7 +261,9 @@ def _free_slots(
     mine = jnp.cumsum(keep, -1, dtype=jnp.int32)
     # The first slot by which as many are free; beyond the last one, a page that is not there.
     none = free.shape[-1]
-    find = jax.vmap(jax.vmap(jnp.searchsorted))
+    # To compare with all is one launch on a GPU, and to search many; a prompt's tokens are too many.
+    method = "compare_all" if keep.shape[-1] <= _FEW else "scan"
+    find = jax.vmap(jax.vmap(functools.partial(jnp.searchsorted, method=method)))
     place = jnp.where(keep, find(upto, mine).astype(jnp.int32), none)
     pages = jnp.take_along_axis(table, place // pool.page_size, 2, mode="clip")
     return jnp.where(place < none, pages, SCRATCH_PAGE), place % pool.page_size

@@ -124,7 +124,7 @@ def _store(given, _, pool, *, tile, width, formats, interpret):
         if "rotation" in given:
             parts = _rotated(parts, given["rotation"][...], interpret)
         if fmt != "float":
-            codes, scale = encode_uniform(parts, fmt)
+            codes, scale = encode_uniform(parts, fmt, in_kernel=True)
             count = len(parts) // PER_BYTE[fmt]
             parts = [merge(codes[i::count], fmt) for i in range(count)]
             none = jnp.zeros_like(slot)

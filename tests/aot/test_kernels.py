@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
+from pallas_kernels.uniform import encode_uniform
 
 pytestmark = pytest.mark.aot
 ROWS, HEADS, PAGE, PAGES = 4, 8, 64, 129
@@ -84,3 +85,18 @@ def test_paged_attention_with_all_that_it_takes(h200, formats, dim, group):
     )
     names = [launch.name for launch in program.launches]
     assert sum(name.startswith("paged_attention") for name in names) == 1
+
+
+def test_scales_are_rounded_before_they_are_used(h200):
+    """XLA drops a pair of conversions, and codes would be those of a scale that is not stored."""
+    program = h200.compile(jax.jit(lambda x: encode_uniform([x], "int8")), array(4, 64, dtype=jnp.float32))
+    instructions = [i for c in program.module.computations.values() for i in c.values()]
+    types = {i.name: i.type for i in instructions}
+    widened = [
+        i
+        for i in instructions
+        if i.opcode == "convert"
+        and i.type.startswith("f32")
+        and types[i.operands[0]].startswith("f16")
+    ]
+    assert len(widened) >= 4, "one for each scale that is tried"

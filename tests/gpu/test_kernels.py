@@ -138,7 +138,7 @@ def test_long_rows_against_the_reference(implementation, dtype, fmt):
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=tolerance)
     # XLA's gather rounds what the codes say to bfloat16.
     rounded = implementation == "xla" and dtype == "bfloat16" and fmt != "float"
-    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=5e-3 if rounded else 1e-4)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-2 if rounded else 1e-4)
     assert (out[5] == 0).all()
 
 
