@@ -261,7 +261,7 @@ def _free_slots(
     mine = jnp.cumsum(keep, -1, dtype=jnp.int32)
     # The first slot by which as many are free; beyond the last one, a page that is not there.
     none = free.shape[-1]
-    # To compare with all is one launch on a GPU, and to search many; a prompt's tokens are too many.
+    # On a GPU to compare with all is one launch, to search many; of a prompt there are too many.
     method = "compare_all" if keep.shape[-1] <= _FEW else "scan"
     find = jax.vmap(jax.vmap(functools.partial(jnp.searchsorted, method=method)))
     place = jnp.where(keep, find(upto, mine).astype(jnp.int32), none)

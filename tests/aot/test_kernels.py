@@ -89,7 +89,9 @@ def test_paged_attention_with_all_that_it_takes(h200, formats, dim, group):
 
 def test_scales_are_rounded_before_they_are_used(h200):
     """XLA drops a pair of conversions, and codes would be those of a scale that is not stored."""
-    program = h200.compile(jax.jit(lambda x: encode_uniform([x], "int8")), array(4, 64, dtype=jnp.float32))
+    program = h200.compile(
+        jax.jit(lambda x: encode_uniform([x], "int8")), array(4, 64, dtype=jnp.float32)
+    )
     instructions = [i for c in program.module.computations.values() for i in c.values()]
     types = {i.name: i.type for i in instructions}
     widened = [
