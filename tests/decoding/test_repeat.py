@@ -1,0 +1,72 @@
+"""Queries of a model that repeats its context, against one pass over all that it reads."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import init_cache, plan
+from kvjax.decoding.prefill import prefill_chunk
+from kvjax.decoding.repeat import repeated_queries
+from kvjax.matching import AttentionMatching
+from kvjax.models.attention import add_sinks, causal_mask, masked_attention
+from tests.decoding import small
+
+COUNT = 7  # queries, which no length here is a multiple of
+INSTRUCTION = (11, 12, 13)
+RECIPE = kvjax.recipes.am(
+    budget=64,
+    every=64,
+    codec="bf16",
+    compactor=AttentionMatching(reference="repeat", queries=COUNT),
+)
+
+
+def asked(model, read: list[int]) -> list[np.ndarray]:
+    """Queries [T, Hq, D] of every layer, as the model attends to all of ``read`` densely."""
+    config, found = model.config, []
+    positions = jnp.arange(len(read), dtype=jnp.int32)[None]
+
+    def attend(index, cache, q, k, v, sinks):
+        found.append(np.asarray(q[0]))
+        mask = causal_mask(positions, positions, config.windows[index])
+        out, lse = masked_attention(q, k, v, mask, config.scale)
+        return add_sinks(out, lse, sinks), cache
+
+    model.model(jnp.asarray([read], jnp.int32), positions, attend, (None,) * config.num_layers)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_queries_are_those_of_one_pass(name):
+    model, prompts = small.lm(name), small.prompts()
+    planned = plan(
+        model.config,
+        RECIPE,
+        batch_size=len(prompts),
+        prompt_tokens=32,
+        max_new_tokens=64,
+        dtype=model.dtype,
+        parameter_bytes=0,
+    )
+    cache = init_cache(planned.geometry)
+    ledger = dataclasses.replace(cache.ledger, instruction=jnp.asarray(INSTRUCTION, jnp.int32))
+    padded = np.full((len(prompts), 32), 7, np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache, _ = prefill_chunk(
+        model.model,
+        dataclasses.replace(cache, ledger=ledger),
+        jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32),
+        padded,
+        np.array([len(prompt) for prompt in prompts], np.int32),
+        recipe=RECIPE,
+    )
+    found = repeated_queries(model.model, cache, RECIPE)
+    for row, prompt in enumerate(prompts):
+        length = len(prompt)
+        at = length + len(INSTRUCTION) + np.arange(COUNT) * length // COUNT
+        for mine, theirs in zip(found, asked(model, [*prompt, *INSTRUCTION, *prompt]), strict=True):
+            np.testing.assert_allclose(mine[row], theirs[at], rtol=0, atol=1e-4)
