@@ -5,6 +5,8 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
+from pallas_kernels.formats import PER_BYTE
+
 SCRATCH_PAGE = 0
 """The page that block tables are padded with, and that rows with nothing to store write to. Every
 store to it has bias -inf, so its finite garbage is never attended."""
@@ -33,7 +35,8 @@ class KVPages:
         k: keys, one row a slot: numbers, or uint8 codes of ``k_format``.
         v: values, transposed: one column a slot; likewise.
         bias: log-mass added to the slot's attention logit: 0 for an ordinary token, ``-inf`` for a
-            free slot, anything else for a slot that stands for more or less mass than itself.
+            free slot, anything else for a slot that stands for more or less mass than itself. None
+            for a pool of latents (``pallas_kernels.latent_attention``), whose slots have ``pos``.
         pos: logical position of the slot's token, -1 where free.
         k_scale: what multiplies the levels of the keys, shared by ``page / page_k`` consecutive
             slots and ``D / D_k`` consecutive channels; None for numbers. ``v_scale`` likewise.
@@ -49,7 +52,7 @@ class KVPages:
 
     k: Shaped[Array, "pages page W"]
     v: Shaped[Array, "pages Wv page"]
-    bias: Float[Array, "pages page"]
+    bias: Float[Array, "pages page"] | None
     pos: Int[Array, "pages page"]
     k_scale: Float[Array, "pages page_k D_k"] | None = None
     v_scale: Float[Array, "pages D_v page_v"] | None = None
@@ -66,6 +69,11 @@ class KVPages:
     @property
     def page_size(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def components(self) -> int:
+        """Channels of a key, or components of a latent, that a slot holds."""
+        return self.k.shape[2] * PER_BYTE.get(self.k_format, 1)
 
     @property
     def plain(self) -> bool:

@@ -27,6 +27,8 @@ _WIDEST = 64  # channels of a chunk that is rotated
 def unsupported(pool: KVPages, k: Array, v: Array) -> str | None:
     """Why the kernel cannot store such tokens, None where it can."""
     dim = k.shape[-1]
+    if v.shape[-1] != dim:
+        return f"keys of {dim} channels, and values of {v.shape[-1]}"
     if not pool.uniform:
         return f"slots share scales, or have a zero point, for {pool.k_format} and {pool.v_format}"
     if not pool.plain and (dim & (dim - 1) or dim < 16 * _planes(pool)):

@@ -36,9 +36,11 @@ def write_slots_xla(
     stored = {
         "k": _store_rows(pool.k, pages, slots, k),
         "v": _store_columns(pool.v, pages, slots, v),
-        "bias": pool.bias.at[pages, slots].set(jnp.where(kept, 0.0, -jnp.inf), **_STORE),
         "pos": pool.pos.at[pages, slots].set(jnp.where(kept, pos[:, None], -1), **_STORE),
     }
+    if pool.bias is not None:
+        bias = jnp.where(kept, 0.0, -jnp.inf)
+        stored["bias"] = pool.bias.at[pages, slots].set(bias, **_STORE)
     if pool.mass is not None:
         stored["mass"] = pool.mass.at[pages, slots].set(0.0 if mass is None else mass, **_STORE)
     if pool.level is not None:

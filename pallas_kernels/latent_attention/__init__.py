@@ -1,0 +1,1 @@
+"""Attention over keys and values that are stored as components of a learned basis."""

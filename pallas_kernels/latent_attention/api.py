@@ -1,0 +1,101 @@
+"""The public op: what goes in is checked here, then a backend computes it."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.latent_attention.layout import Basis, Rotary, blocks_of
+from pallas_kernels.latent_attention.xla import latent_attention_xla
+from pallas_kernels.layout import KVPages
+
+Implementation = Literal["triton", "xla"]
+
+
+def latent_attention(
+    q: Float[Array, "B Hq D"],
+    pools: Sequence[KVPages],
+    tables: Sequence[Int[Array, "B _ _"]],
+    keys: Basis,
+    values: Basis,
+    rotary: Rotary,
+    *,
+    scale: float,
+    span: int,
+    q_pos: Int[Array, " B"] | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
+    """Softmax attention of one query a row to keys and values that are stored as latents.
+
+    A token's key is its latent times ``keys.back``, plus the mean, turned to its position; its
+    value likewise, without being turned. Components that are not stored count as zero. How latents
+    lie in pages: see `pallas_kernels.latent_attention.layout`.
+
+    Args:
+        q: queries with their rotary position applied, as the model made them.
+        pools: of latents, cut into blocks of different widths perhaps; a token is in one of them.
+        tables: for each pool, the pages of every row and block, padded with ``SCRATCH_PAGE``.
+        keys: what rebuilds keys.
+        values: what rebuilds values.
+        rotary: how keys are turned.
+        scale: multiplies ``q . k``.
+        span: positions are below this.
+        q_pos: logical position of each row's query; needed with ``window`` alone.
+        window: if given, only tokens with ``q_pos - pos < window`` are seen.
+        sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
+        implementation: a backend by name, which fails loudly where it cannot run.
+
+    Returns:
+        The float32 output, zero for a row without tokens, and the float32 log-sum-exp of its
+        logits, sink included (``-inf`` where there is nothing).
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit together.
+        NotImplementedError: the named backend cannot run this.
+    """
+    _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks)
+    if implementation not in (None, "triton", "xla"):
+        raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
+    if implementation == "triton":
+        raise NotImplementedError("triton latent_attention: latents are read by XLA alone")
+    options = {"scale": scale, "span": span, "q_pos": q_pos, "window": window, "sinks": sinks}
+    return latent_attention_xla(q, tuple(pools), tuple(tables), keys, values, rotary, **options)
+
+
+def _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks) -> None:
+    rows, heads, dim = q.shape
+    width = len(keys.back)
+    if not pools or len(pools) != len(tables):
+        raise ValueError(f"need one table a pool, got {len(pools)} pools, {len(tables)} tables")
+    if width % dim or heads % (width // dim):
+        raise ValueError(
+            f"{width} components must be whole KV heads that divide the query heads, got {q.shape=}"
+        )
+    for name, basis in (("keys", keys), ("values", values)):
+        if basis.back.shape != (width, width) or basis.back.dtype != jnp.float32:
+            raise ValueError(
+                f"{name}.back must be float32 ({width}, {width}), got {basis.back.dtype} "
+                f"{basis.back.shape}"
+            )
+    if rotary.frequencies.shape != (dim // 2,):
+        raise ValueError(f"need {dim // 2} frequencies, got {rotary.frequencies.shape}")
+    if span < 1:
+        raise ValueError(f"span must be at least 1, got {span}")
+    for pool, table in zip(pools, tables, strict=True):
+        if len(table) != rows or not jnp.issubdtype(table.dtype, jnp.integer):
+            raise ValueError(
+                f"a table must be integer ({rows}, ..), got {table.dtype} {table.shape}"
+            )
+        count = blocks_of(pool, table, width)
+        if pool.components != width // count:
+            raise ValueError(
+                f"slots must hold {width // count} components, got {pool.components} in "
+                f"{pool.k.shape}"
+            )
+    if window is not None and q_pos is None:
+        raise ValueError(f"{window=} needs `q_pos`, the logical position of each row's query")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must have shape ({heads},), got {sinks.shape}")

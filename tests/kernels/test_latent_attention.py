@@ -1,0 +1,110 @@
+"""Attention to latents: every implementation against NumPy, whatever free slots hold."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import latent_attention
+from pallas_kernels.latent_attention import xla
+from pallas_kernels.latent_attention.reference import latent_attention_reference
+from tests.kernels.latents import Case, expected, problem
+
+SCALE = 0.3
+IMPLEMENTATIONS = {
+    "reference": latent_attention_reference,
+    "xla": functools.partial(latent_attention, implementation="xla"),
+}
+CASES = {
+    "plain": Case(),
+    "one pool, means": Case(blocks=(4,), mean=True, seed=1),
+    "three heads of an odd width": Case(
+        tokens=(50, 1), kv_heads=3, heads=9, dim=10, blocks=(1, 5), page=4, seed=2
+    ),
+    "int8": Case(blocks=(4,), fmt="int8", seed=3),
+    "int4, many blocks": Case(blocks=(8,), fmt="int4", page=16, seed=4),
+}
+cases = pytest.mark.parametrize("case", [pytest.param(c, id=name) for name, c in CASES.items()])
+implementations = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+
+
+def close(found, wanted) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+@cases
+@implementations
+def test_it_is_attention_to_what_is_rebuilt(case, run):
+    arguments, dense = problem(case)
+    found = run(**arguments, scale=SCALE, span=case.span)
+    close(found, expected(case, arguments, dense, scale=SCALE))
+
+
+@implementations
+def test_windows_and_sinks(run):
+    case = CASES["plain"]
+    arguments, dense = problem(case)
+    options = {
+        "window": 21,
+        "q_pos": jnp.asarray([60, 3, 40], jnp.int32),
+        "sinks": jnp.asarray([0.5, -2, 1, 0], jnp.float32),
+    }
+    found = run(**arguments, scale=SCALE, span=case.span, **options)
+    close(found, expected(case, arguments, dense, scale=SCALE, **options))
+
+
+@implementations
+def test_a_row_without_tokens_is_zero(run):
+    case = dataclasses.replace(CASES["plain"], tokens=(0, 3))
+    arguments, _ = problem(case)
+    out, lse = run(**arguments, scale=SCALE, span=case.span)
+    assert not np.any(out[0]) and np.all(lse[0] == -np.inf)
+    assert np.all(np.isfinite(out[1]))
+
+
+def test_pages_are_read_some_at_a_time(monkeypatch):
+    """As many as fit, or one, or more than there are: the same sums."""
+    case = CASES["plain"]
+    arguments, dense = problem(case)
+    wanted = expected(case, arguments, dense, scale=SCALE)
+    for slots in (1, 24, 10_000):
+        monkeypatch.setattr(xla, "SLOTS", slots)
+        close(latent_attention(**arguments, scale=SCALE, span=case.span), wanted)
+
+
+def test_nothing_as_large_as_all_keys_is_rebuilt():
+    """No temporary of the program holds a key of every slot."""
+    case = Case(tokens=(1500,), span=2048, blocks=(2,), page=64, kv_heads=4, heads=4)
+    arguments, _ = problem(case, poison=0.0)
+    run = functools.partial(latent_attention, scale=SCALE, span=case.span)
+    text = str(jax.make_jaxpr(run)(**arguments))
+    assert f"f32[1,{xla.SLOTS},{case.width}]" in text
+    assert not any(f"f32[1,{n},{case.width}]" in text for n in (case.span, 2 * case.span))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tables": ()}, "one table a pool"),
+        ({"span": 0}, "span must be at least 1"),
+        ({"window": 4}, "needs `q_pos`"),
+        ({"sinks": jnp.zeros(3)}, "sinks must have shape"),
+        ({"implementation": "mosaic"}, "implementation must be"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_does_not_fit_is_refused(change, message):
+    arguments, _ = problem(Case(tokens=(3,)))
+    with pytest.raises(ValueError, match=message):
+        latent_attention(**arguments | {"scale": SCALE, "span": 64} | change)
+
+
+def test_slots_of_another_width_are_refused():
+    arguments, _ = problem(Case(tokens=(3,), blocks=(2,)))
+    arguments["tables"] = (arguments["tables"][0][:, :2],)
+    with pytest.raises(ValueError, match="slots must hold 32 components, got 16"):
+        latent_attention(**arguments, scale=SCALE, span=64)
