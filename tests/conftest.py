@@ -13,6 +13,7 @@ CHECKED = (
     "kvjax.codecs",
     "kvjax.compress",
     "kvjax.decoding",
+    "kvjax.dynakv.cached",
     "kvjax.dynakv.forward",
     "kvjax.dynakv.mask",
     "kvjax.dynakv.pca",

@@ -1,6 +1,6 @@
 """The key-value cache: an immutable pytree of pages, block tables and lengths."""
 
-from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, init_cache
+from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, held_latents, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
 from kvjax.cache.slots import (
@@ -26,6 +26,7 @@ __all__ = [
     "compact",
     "evict",
     "held",
+    "held_latents",
     "init_cache",
     "plan",
     "reserve",

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.ledger import Ledger, empty_ledger
 from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
+from kvjax.dynakv.spectrum import LayerSpectra, blank_layer
 from kvjax.thoughts.state import Thoughts, no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages
 from pallas_kernels.layout import UNKNOWN_LEVEL
@@ -42,15 +43,21 @@ class LayerCache:
 
     Attributes:
         queries: the last queries, a token's at its position modulo their number.
+        spectra: where latents are kept instead of keys and values, what makes and rebuilds them.
+            Tables then have a line for each block of them (``pallas_kernels.latent_attention``)
+            instead of each KV head, which ``Hkv`` stands for here and in what works on tables.
+        span: positions are below this, where there are latents.
     """
 
     pools: tuple[KVPages, ...]
-    tables: tuple[Int[Array, "B Hkv _"], ...]
+    tables: tuple[Int[Array, "B _ _"], ...]
     free: tuple[FreeList, ...]
     queries: Float[Array, "B N Hq D"] | None = None
+    spectra: LayerSpectra | None = None
     codecs: tuple[KVCodec, ...] = dataclasses.field(
         default=(kv_codec("bf16"),), metadata={"static": True}
     )
+    span: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -105,12 +112,17 @@ class KVCache:
                 for name, kind in {"k": own, "v": own, **kinds}.items():
                     array = getattr(pool, name)
                     found[kind] += 0 if array is None else array.nbytes
+            found["constants"] += sum(leaf.nbytes for leaf in jax.tree.leaves(layer.spectra))
             found["queries"] += 0 if layer.queries is None else layer.queries.nbytes
         found["tables"] = self.nbytes() - sum(found.values())
         return found
 
 
-def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = None) -> KVCache:
+def init_cache(
+    geometry: Geometry,
+    bases: Sequence[KeyBasis | None] | None = None,
+    spectra: Sequence[LayerSpectra] | None = None,
+) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
 
     Free slots are zero, not unset: an attention weight of zero must not meet a NaN.
@@ -118,11 +130,18 @@ def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = Non
     Args:
         geometry: the shapes.
         bases: each layer's key mean and balance, for codecs that use them; neutral if None.
+        spectra: what makes and rebuilds each layer's latents, where there are any; if None, what
+            leaves keys and values as they are.
     """
     bases = bases or (None,) * len(geometry.layers)
+    if geometry.projector is None:
+        spectra = (None,) * len(geometry.layers)
+    elif spectra is None:
+        settings = geometry.projector.in_blocks(geometry.width)
+        spectra = [blank_layer(geometry.width, settings) for _ in geometry.layers]
     layers = tuple(
-        _init_layer(geometry, layer, basis)
-        for layer, basis in zip(geometry.layers, bases, strict=True)
+        _init_layer(geometry, layer, basis, own)
+        for layer, basis, own in zip(geometry.layers, bases, spectra, strict=True)
     )
     zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
     thoughts = no_thoughts(geometry.rows, geometry.segments) if geometry.segments else None
@@ -132,10 +151,12 @@ def init_cache(geometry: Geometry, bases: Sequence[KeyBasis | None] | None = Non
     return KVCache(layers, *zero, thoughts, ledger)
 
 
-def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None) -> LayerCache:
+def _init_layer(
+    geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None, spectra: LayerSpectra | None
+) -> LayerCache:
     tables, free = [], []
     for shape in layer.classes:
-        size = (geometry.rows, geometry.num_kv_heads, shape.pages_per_head)
+        size = (geometry.rows, geometry.heads(shape), shape.pages_per_head)
         tables.append(jnp.full(size, SCRATCH_PAGE, jnp.int32))
         pages = geometry.pages(shape)
         # Popped from the end, so the lowest ids go first.
@@ -147,19 +168,21 @@ def _init_layer(geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None
         tables=tuple(tables),
         free=tuple(free),
         queries=jnp.zeros(size, geometry.dtype) if layer.queries else None,
+        spectra=spectra,
         codecs=tuple(shape.codec for shape in layer.classes),
+        span=geometry.span,
     )
 
 
 def _init_pool(geometry: Geometry, shape: ClassGeometry, basis: KeyBasis | None) -> KVPages:
-    pages, page, dim = geometry.pages(shape), shape.page_size, geometry.head_dim
-    codec = shape.codec
+    pages, page, codec = geometry.pages(shape), shape.page_size, shape.codec
+    of_keys, of_values = geometry.channels(shape)
 
-    def codes(part: Codec):
+    def codes(part: Codec, dim: int):
         width = part.width(dim)
         return jnp.zeros((pages, page, width), geometry.dtype if part.fmt == "float" else jnp.uint8)
 
-    def scales(part: Codec, wanted: bool = True):
+    def scales(part: Codec, dim: int, wanted: bool = True):
         if part.fmt == "float" or not wanted:
             return None
         size = (pages, page // part.tokens, dim // (part.channels or dim))
@@ -172,18 +195,18 @@ def _init_pool(geometry: Geometry, shape: ClassGeometry, basis: KeyBasis | None)
         own = None if basis is None else getattr(basis, name)
         if not wanted:
             return None
-        size = (geometry.num_kv_heads, dim)
+        size = (geometry.num_kv_heads, of_keys)
         return jnp.full(size, neutral, jnp.float32) if own is None else own + jnp.float32(0)
 
     return KVPages(
-        k=codes(codec.k),
-        v=turned(codes(codec.v)),
-        bias=jnp.full((pages, page), -jnp.inf, jnp.float32),
+        k=codes(codec.k, of_keys),
+        v=turned(codes(codec.v, of_values)),
+        bias=None if shape.latent else jnp.full((pages, page), -jnp.inf, jnp.float32),
         pos=jnp.full((pages, page), -1, jnp.int32),
-        k_scale=scales(codec.k),
-        v_scale=turned(scales(codec.v)),
-        k_zero=scales(codec.k, codec.k.zero),
-        v_zero=turned(scales(codec.v, codec.v.zero)),
+        k_scale=scales(codec.k, of_keys),
+        v_scale=turned(scales(codec.v, of_values)),
+        k_zero=scales(codec.k, of_keys, codec.k.zero),
+        v_zero=turned(scales(codec.v, of_values, codec.v.zero)),
         mean=constant("mean", 0.0, codec.center),
         balance=constant("balance", 1.0, codec.balance),
         mass=jnp.zeros((pages, page), jnp.float32) if shape.mass else None,
@@ -200,6 +223,26 @@ def query_positions(layer: LayerCache, length: Int[Array, " B"]) -> Int[Array, "
     slot = jnp.arange(count, dtype=jnp.int32)[None]
     last = length[:, None] - 1
     return jnp.maximum(last - (last - slot) % count, -1)
+
+
+def held_latents(cache: KVCache) -> Int[Array, "B L 3"] | None:
+    """Tokens that every row holds in each layer, and components of their keys and of their values.
+
+    None where there are no latents.
+    """
+    if cache.layers[0].spectra is None:
+        return None
+    layers = []
+    for layer in cache.layers:
+        found = jnp.zeros((len(cache.length), 3), jnp.int32)
+        for pool, table in zip(layer.pools, layer.tables, strict=True):
+            rows, lines, _ = table.shape
+            blocks = (pool.pos[table] >= 0).sum((2, 3), dtype=jnp.int32)
+            blocks = blocks.reshape(rows, lines // 2, 2)
+            components = blocks.sum(1, dtype=jnp.int32) * pool.components
+            found += jnp.concatenate([blocks[:, 0, :1], components], 1)
+        layers.append(found)
+    return jnp.stack(layers, 1)
 
 
 def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.codecs import KVCodec, kv_codec
+from kvjax.dynakv.projector import Projector
+from kvjax.dynakv.spectrum import spectra_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +18,8 @@ class ClassGeometry:
     """One codec class of one layer.
 
     Attributes:
+        latent: components in a slot, where slots hold blocks of latents instead of a key and a
+            value (``pallas_kernels.latent_attention``).
         pages_per_head: the most pages that one KV head of one row can own.
         pages_per_row: the most that all heads of a row can own together, if not each of them can
             own as many as the one that owns the most.
@@ -29,9 +33,10 @@ class ClassGeometry:
     mass: bool = False
     levels: bool = False
     pages_per_row: int | None = None
+    latent: int | None = None
 
     def of_row(self, heads: int) -> int:
-        """The most pages that a row of so many KV heads can own."""
+        """The most pages that a row of so many heads, or blocks of latents, can own."""
         return heads * self.pages_per_head if self.pages_per_row is None else self.pages_per_row
 
     @property
@@ -62,6 +67,8 @@ class Geometry:
         segments: segments of a row's answer, at most, whose thoughts are told apart.
         noted: tokens of a row, at most, that are noted in a ledger; 0: there is none.
         vocab_size: where they are, the tokens that there are.
+        projector: what keys and values are compressed by, where latents are kept instead.
+        span: where they are, positions are below this.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -73,6 +80,8 @@ class Geometry:
     segments: int = 0
     noted: int = 0
     vocab_size: int = 0
+    projector: Projector | None = None
+    span: int = 0
 
     @classmethod
     def full(
@@ -85,7 +94,22 @@ class Geometry:
 
     def pages(self, shape: ClassGeometry) -> int:
         """Pages of a pool, the scratch page among them."""
-        return 1 + self.rows * shape.of_row(self.num_kv_heads)
+        return 1 + self.rows * shape.of_row(self.heads(shape))
+
+    def heads(self, shape: ClassGeometry) -> int:
+        """Lines of a block table: KV heads, or blocks of the keys' latents and of the values'."""
+        if shape.latent is None:
+            return self.num_kv_heads
+        return 2 * self.width // shape.latent
+
+    def channels(self, shape: ClassGeometry) -> tuple[int, int]:
+        """Channels of the keys and of the values in a slot; a slot of latents has no values."""
+        return (self.head_dim, self.head_dim) if shape.latent is None else (shape.latent, 0)
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's keys, all heads together."""
+        return self.num_kv_heads * self.head_dim
 
     @functools.cached_property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:
@@ -119,13 +143,16 @@ class Geometry:
 
     @property
     def constant_bytes(self) -> int:
-        """What does not grow with rows or tokens: means and balances of the keys."""
-        each = self.num_kv_heads * self.head_dim * 4
-        return each * sum(
+        """What does not grow with rows or tokens: means and balances of keys, bases and gates."""
+        means = sum(
             shape.codec.center + shape.codec.balance
             for layer in self.layers
             for shape in layer.classes
         )
+        bases = 0
+        if self.projector is not None:
+            bases = len(self.layers) * spectra_bytes(self.projector.settings, self.width)
+        return self.width * 4 * means + bases
 
     @property
     def query_bytes(self) -> int:
@@ -137,7 +164,7 @@ class Geometry:
     def row_bytes(self) -> int:
         """The most that a row can take: its pages, their table entries, last queries and ledger."""
         pages = sum(
-            shape.of_row(self.num_kv_heads) * each
+            shape.of_row(self.heads(shape)) * each
             for layer, held in zip(self.layers, self.page_bytes, strict=True)
             for shape, each in zip(layer.classes, held, strict=True)
         )
@@ -145,17 +172,17 @@ class Geometry:
 
     def slot_bytes(self, shape: ClassGeometry) -> dict[str, float]:
         """One slot of a class, by what it holds."""
-        dim, codec = self.head_dim, shape.codec
         own = jnp.dtype(self.dtype).itemsize
-        codes = sum(
-            part.width(dim) * (own if part.fmt == "float" else 1) for part in (codec.k, codec.v)
-        )
-        scales = sum(part.payload_bits(dim) - part.bits for part in (codec.k, codec.v)) * dim / 8
-        scales = 0.0 if codec.k.fmt == codec.v.fmt == "float" else scales
+        codes, scales = 0, 0.0
+        for part, dim in zip((shape.codec.k, shape.codec.v), self.channels(shape), strict=True):
+            codes += part.width(dim) * (own if part.fmt == "float" else 1)
+            if part.fmt != "float":
+                scales += (part.payload_bits(dim) - part.bits) * dim / 8
+        bias = 4.0 if shape.latent is None else 0.0
         return {
             "codes": float(codes),
             "scales": scales,
-            "metadata": 8.0 + 4.0 * shape.mass + shape.levels,
+            "metadata": 4.0 + bias + 4.0 * shape.mass + shape.levels,
         }
 
     def _pool_bytes(self, shape: ClassGeometry) -> int:

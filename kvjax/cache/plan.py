@@ -193,7 +193,9 @@ def plan(
     geometry = Geometry(
         layers=tuple(
             _layer(recipe, policy, group(of_layer), window, tokens, min(prompt, tokens))
-            for policy, window in zip(of_layer, config.windows, strict=True)
+            if recipe.projector is None
+            else _latent_layer(recipe, policy, config, index, tokens, min(prompt, tokens))
+            for index, (policy, window) in enumerate(zip(of_layer, config.windows, strict=True))
         ),
         rows=batch_size,
         num_heads=config.num_heads,
@@ -203,6 +205,8 @@ def plan(
         segments=segments,
         noted=tokens if recipe.needs_text else 0,
         vocab_size=config.vocab_size if recipe.needs_text else 0,
+        projector=recipe.projector,
+        span=tokens if recipe.projector else 0,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
@@ -302,6 +306,34 @@ def _layer(
         together = None if policy.budgets is None else sum(pages)
         rest.append(ClassGeometry(codec, page, max(pages), recipe.needs_mass, levels, together))
     return LayerGeometry((first, *rest), policy.queries)
+
+
+def _latent_layer(
+    recipe: Recipe, policy: Policy, config: ModelConfig, index: int, tokens: int, prompt: int
+) -> LayerGeometry:
+    """What one layer takes at most, where latents are kept.
+
+    Any token may be the first to need a block, so tables have room for all of them in each; pages
+    are fewer, and shared by the blocks of a row, those of keys and of values alike.
+    """
+    width = config.num_kv_heads * config.head_dim
+    recent = math.ceil((recipe.window + recipe.tick) / RECENT_PAGE)
+    first = ClassGeometry(kv_codec("bf16"), RECENT_PAGE, recent, latent=width)
+    held = _held(recipe, policy, config.windows[index], tokens, prompt)
+    pages = math.ceil(held / recipe.page_size)
+    blocks = recipe.projector.blocks
+    most = 2 * (blocks - 1)
+    deep = recipe.projector.deep_blocks(index)
+    shared = min(math.ceil(deep * held / recipe.page_size) + most, most * pages) if deep else 0
+    [codec] = policy.classes
+    rest = ClassGeometry(
+        codec,
+        recipe.page_size,
+        pages,
+        pages_per_row=2 * pages + shared,
+        latent=width // blocks,
+    )
+    return LayerGeometry((first, rest), policy.queries)
 
 
 def _sizes(

@@ -95,6 +95,8 @@ def store(
     needed = keep.sum(-1, dtype=jnp.int32)
     lacking = needed - _is_free(pool, table, codec.group).sum((2, 3), dtype=jnp.int32)
     wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
+    if layer.spectra is not None:
+        wanted = _of_own_share(pool, table, wanted)
     table, free = take_pages(free, table, wanted)
     pages, slots = _free_slots(pool, table, keep, codec.group)
     shared = {}
@@ -122,11 +124,11 @@ def evict(
     pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
     live = keep & (pool.pos[table] >= 0)
     attended = live if forget else jnp.broadcast_to(live.any(-1, keepdims=True), live.shape)
-    pool = dataclasses.replace(
-        pool,
-        bias=pool.bias.at[table].set(jnp.where(attended, pool.bias[table], -jnp.inf)),
-        pos=pool.pos.at[table].set(jnp.where(live, pool.pos[table], -1)),
-    )
+    if pool.bias is not None:
+        bias = pool.bias.at[table].set(jnp.where(attended, pool.bias[table], -jnp.inf))
+        pool = dataclasses.replace(pool, bias=bias)
+    left = pool.pos.at[table].set(jnp.where(live, pool.pos[table], -1))
+    pool = dataclasses.replace(pool, pos=left)
     if index:
         table, free = give_pages(free, table, ~live.any(-1))
     return replace_class(layer, index, pools=pool, tables=table, free=free)
@@ -238,6 +240,22 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
     empty = ~(pool.bias[table] > -jnp.inf).any(-1)
     table, free = give_pages(free, table, empty)
     return replace_class(layer, index, pools=pool, tables=table, free=free)
+
+
+def _of_own_share(
+    pool: KVPages, table: Int[Array, "B N P"], wanted: Int[Array, "B N"]
+) -> Int[Array, "B N"]:
+    """Pages that a row may take for the blocks of its latents, out of its own share of the pool.
+
+    First blocks of keys and values have room for every token, so that none is lost. What is left of
+    the share goes to the others, first blocks first; rows never feel each other.
+    """
+    rows, lines, most = table.shape
+    deep = jnp.arange(lines, dtype=jnp.int32)[None] >= 2
+    owned = jnp.where(deep, (table != SCRATCH_PAGE).sum(-1, dtype=jnp.int32), 0).sum(-1)
+    left = (pool.pos.shape[0] - 1) // rows - 2 * most - owned
+    before = jnp.cumsum(jnp.where(deep, wanted, 0), -1) - jnp.where(deep, wanted, 0)
+    return jnp.where(deep, jnp.clip(left[:, None] - before, 0, wanted), wanted)
 
 
 def _is_free(

@@ -15,7 +15,7 @@ from kvjax.codecs.basis import (
     plain_output,
 )
 from kvjax.codecs.calibrate import key_basis
-from kvjax.codecs.codec import Codec, Encoded, KVCodec
+from kvjax.codecs.codec import Codec, Encoded, KVCodec, latent_codec
 from kvjax.codecs.names import ADVERTISED, kv_codec
 from pallas_kernels.rotation import rotate, rotation, unrotate
 
@@ -30,6 +30,7 @@ __all__ = [
     "code_values",
     "key_basis",
     "kv_codec",
+    "latent_codec",
     "plain_keys",
     "plain_output",
     "rotate",

@@ -166,3 +166,9 @@ class KVCodec:
     def group(self) -> int:
         """Consecutive tokens that must be written together."""
         return max(self.k.tokens, self.v.tokens)
+
+
+def latent_codec(codec: KVCodec) -> KVCodec:
+    """The codec as it is used for latents: nothing is rotated, and slots have no values."""
+    plain = Codec("bf16", "float", 16)
+    return KVCodec(codec.name, codec.k, plain, rotate=False, center=False, balance=False)

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from kvjax.codecs import KVCodec, kv_codec
+from kvjax.codecs import KVCodec, kv_codec, latent_codec
 from kvjax.errors import UsageError
 from kvjax.matching.head_budgets import head_budgets
 from kvjax.models.config import ModelConfig
@@ -48,6 +48,9 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
     """
     if recipe.keeps_all:
         return (Policy((), "all"),) * config.num_layers
+    if recipe.projector is not None:
+        bits = min(kv_codec(spec).k.bits for spec in (recipe.codec, *recipe.codecs_of_layers))
+        recipe.projector.check(config, bits)
     count = config.num_layers
     skipped = {_layer(index, count, "skip_layers") for index in recipe.skip_layers}
     named = [
@@ -66,7 +69,10 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
     found = []
     for layer in range(count):
         given = next((spec for index, spec in named if index in (None, layer)), None)
-        codec = _for_layer(layer, given, recipe.codec, config)
+        if recipe.projector is None:
+            codec = _for_layer(layer, given, recipe.codec, config)
+        else:
+            codec = latent_codec(kv_codec(given or recipe.codec))
         if config.windows[layer] is not None:
             found.append(Policy((codec,), "window", queries=recipe.needs_queries))
             continue
@@ -77,6 +83,9 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
             queries = recipe.needs_queries
             split = Policy((codec, codec), keeps, recipe.sinks, 2, (2, 2, 2), queries, own)
             found.append(split)
+            continue
+        if recipe.projector is not None:
+            found.append(Policy((codec,), keeps, queries=recipe.needs_queries))
             continue
         specs = [
             recipe.prompt_codec or recipe.codec,

@@ -11,6 +11,7 @@ from kvjax.cache.slots import append, evict, reserve_layer, store
 from kvjax.compress.policy import Policy, group
 from kvjax.compress.refit import change_tokens, store_change, tidied
 from kvjax.compress.selection import Candidates, Rows, in_window, selection
+from kvjax.dynakv.cached import in_blocks
 from kvjax.recipes import Recipe
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels import SCRATCH_PAGE
@@ -103,6 +104,9 @@ def settle(
         together = group((policy,))
         leave = -(-(leave - recipe.window) // together) * together
     tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, bias, out)]
+    if layer.spectra is not None:
+        k, out = in_blocks(layer, 1, tokens[0], tokens[-1])
+        tokens = [k, jnp.zeros((*k.shape[:3], 0), k.dtype), None, None, out]
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
     if recipe.once and incoming is None and select:
@@ -142,7 +146,7 @@ def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
     pool, table = layer.pools[0], layer.tables[0]
     heads, capacity, dim = table.shape[1], table.shape[2] * pool.page_size, pool.k.shape[2]
     k = pool.k[table].reshape(len(table), heads, capacity, dim)
-    v = pool.v[table].swapaxes(-1, -2).reshape(k.shape)
+    v = pool.v[table].swapaxes(-1, -2).reshape(*k.shape[:3], pool.v.shape[1])
     mass = None if pool.mass is None else pool.mass[table].reshape(k.shape[:3])
     count = capacity
     if incoming is not None:

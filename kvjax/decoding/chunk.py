@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, LayerCache, append, held, reserve
+from kvjax.cache import KVCache, LayerCache, append, held, held_latents, reserve
 from kvjax.compress.policy import policies
 from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
+from kvjax.dynakv.cached import as_stored, attend_step, latents
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
 from kvjax.thoughts import Thoughts
@@ -50,6 +51,8 @@ class ChunkOutput:
         pages: pages that each row owns, likewise.
         crowded: tokens (of one layer and KV head each) that found no slot.
         thoughts: the rows' thoughts, where they are told apart.
+        latents: tokens that each row holds in every layer, and components of their keys and of
+            their values, where latents are kept.
     """
 
     tokens: Int[Array, "N B"]
@@ -60,13 +63,15 @@ class ChunkOutput:
     pages: Int[Array, "B L C"]
     crowded: Int[Array, " B"]
     thoughts: Thoughts | None
+    latents: Int[Array, "B L 3"] | None
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
         cache = state.cache
         # Numbers of their own: the cache's are in use again by the time that these are read.
         crowded, thoughts = jax.tree.map(lambda x: x + 0, (cache.crowded, cache.thoughts))
-        return cls(tokens, real, state.finite, cache.length + 0, *held(cache), crowded, thoughts)
+        counts = cache.length + 0, *held(cache), crowded, thoughts, held_latents(cache)
+        return cls(tokens, real, state.finite, *counts)
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
@@ -161,6 +166,8 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
     of_layer = policies(recipe, config)
 
     def attend(index, layer, q, k, v, sinks):
+        if layer.spectra is not None:
+            k, v = as_stored(latents(layer.spectra, k, v, q.dtype))
         layer = append(layer, k, v, position[:, None], active[:, None])
         layer = remember(layer, q, position[:, None], active[:, None])
         tables = [
@@ -168,25 +175,33 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
             for pool, table in zip(layer.pools, layer.tables, strict=True)
         ]
         q, layer = _within_the_step(q, layer)
-        queries = shifted(of_layer[index], config, layer, q, position)
-        out, _, *mass = paged_attention(
-            [query[:, 0] for query in queries],
-            layer.pools,
-            tables,
-            scale=config.scale,
-            q_pos=position,
-            window=config.windows[index],
-            sinks=sinks,
-            with_mass=recipe.needs_mass,
-            implementation=kernel,
-        )
-        for given in mass:
-            layer = note_mass(layer, tables, given, active)
+        given = {"q_pos": position, "window": config.windows[index], "sinks": sinks}
+        if layer.spectra is not None:
+            span = layer.span if width is None else min(width, layer.span)
+            out = attend_step(
+                layer, q[:, 0], tables, config, span=span, implementation=kernel, **given
+            )
+            mass = []
+        else:
+            queries = shifted(of_layer[index], config, layer, q, position)
+            out, _, *mass = paged_attention(
+                [query[:, 0] for query in queries],
+                layer.pools,
+                tables,
+                scale=config.scale,
+                with_mass=recipe.needs_mass,
+                implementation=kernel,
+                **given,
+            )
+        for noted in mass:
+            layer = note_mass(layer, tables, noted, active)
         if tap is not None:
             tap.append(out)
         return out[:, None].astype(q.dtype), layer
 
-    hidden, layers = model(token[:, None], position[:, None], attend, cache.layers)
+    hidden, layers = model(
+        token[:, None], position[:, None], attend, cache.layers, recipe.key_stage
+    )
     ledger = cache.ledger
     if ledger is not None:
         ledger = ledger.note(token[:, None], position[:, None], active[:, None])

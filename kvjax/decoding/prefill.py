@@ -15,6 +15,7 @@ from kvjax.compress.selection import Rows
 from kvjax.compress.settle import Incoming, leaving, settle
 from kvjax.decoding.notes import note_prompt, with_segments
 from kvjax.decoding.observe import prefill_mass, remember, shifted
+from kvjax.dynakv.cached import as_stored, attend_history, latents, rebuilt
 from kvjax.models.attention import (
     NEG_INF,
     add_sinks,
@@ -177,7 +178,14 @@ def _read(
     real = positions < rows.length[:, None]
 
     def attend(q, k, v, sinks):
-        out, lse = attend_all(layer, policy, config, window, q, k, v, positions, rows.before)
+        if layer.spectra is not None:
+            latent = latents(layer.spectra, k, v, q.dtype)
+            k, v = (x.astype(q.dtype) for x in rebuilt(layer.spectra, latent, positions, config))
+            local = _attend_local(q, k, v, positions, config.scale, window)
+            out, lse = merge(*local, *attend_history(layer, config, window, q, positions))
+            k, v = as_stored(latent)
+        else:
+            out, lse = attend_all(layer, policy, config, window, q, k, v, positions, rows.before)
         result = add_sinks(out, lse, sinks).astype(q.dtype)
         kept, mass = layer, None
         if recipe.needs_mass:
@@ -196,7 +204,7 @@ def _read(
         )
         return result, (kept, crowded + lost)
 
-    x, (layer, crowded) = module(x, angles, attend)
+    x, (layer, crowded) = module(x, angles, attend, recipe.key_stage)
     return x, layer, crowded
 
 

@@ -28,7 +28,7 @@ FORMAT = 1
 LARGEST = 1 << 24
 """Bytes of a record that can still be one."""
 _FIELDS = ("format", "fingerprint", "model", "spectral", "training", "measured", "tensors_sha256")
-_MODEL = "model."
+MODEL_PREFIX = "model."
 """Before the names of the model's own tensors."""
 _SHOWN = 12  # characters of a fingerprint in a message
 
@@ -113,11 +113,11 @@ def _places(state: nnx.State) -> dict[str, nnx.Variable]:
 def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
     """What is stored: the arrays of spectra, and those of the model if it was trained."""
     model = {} if adapter.decoder is None else arrays(adapter.decoder)
-    return arrays(adapter.spectra) | {_MODEL + name: value for name, value in model.items()}
+    return arrays(adapter.spectra) | {MODEL_PREFIX + name: value for name, value in model.items()}
 
 
 def _load(folder: pathlib.Path, lm: "LanguageModel") -> Adapter:
-    record = _read_record(folder / RECORD)
+    record = read_record(folder)
     if record["fingerprint"] != lm.fingerprint:
         raise UsageError(
             f"trained for {record['model']} (fingerprint {record['fingerprint'][:_SHOWN]}) and not "
@@ -133,13 +133,13 @@ def _load(folder: pathlib.Path, lm: "LanguageModel") -> Adapter:
         stored = safetensors.numpy.load(content)
     except (TypeError, UsageError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"not usable with this version: {error}") from error
-    own = {name: value for name, value in stored.items() if not name.startswith(_MODEL)}
+    own = {name: value for name, value in stored.items() if not name.startswith(MODEL_PREFIX)}
     _fill(spectra, own)
     decoder = None
     if len(own) < len(stored):
         decoder = nnx.clone(lm.model)
         names = stored.keys() - own.keys()
-        _fill(decoder, {name.removeprefix(_MODEL): stored[name] for name in names})
+        _fill(decoder, {name.removeprefix(MODEL_PREFIX): stored[name] for name in names})
     facts = (record[name] for name in ("fingerprint", "model", "training", "measured"))
     return Adapter(spectra, *facts, decoder=decoder)
 
@@ -153,8 +153,13 @@ def _read_bytes(path: pathlib.Path, limit: int = -1) -> bytes:
         raise UsageError(f"cannot read {path.name}: {reason}") from error
 
 
-def _read_record(path: pathlib.Path) -> dict[str, Any]:
-    content = _read_bytes(path, LARGEST)
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
+    """What an adapter's record says.
+
+    Raises:
+        UsageError: it cannot be read, or is none.
+    """
+    content = _read_bytes(folder / RECORD, LARGEST)
     try:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -164,7 +169,8 @@ def _read_record(path: pathlib.Path) -> dict[str, Any]:
     if wrong := sorted(set(_FIELDS) ^ record.keys()):
         what = "missing" if wrong[0] in _FIELDS else "unknown"
         raise UsageError(f"{RECORD}: {wrong[0]} is {what}")
-    for name, kind in {"fingerprint": str, "model": str, "spectral": dict}.items():
+    kinds = {"fingerprint": str, "model": str, "spectral": dict, "measured": dict}
+    for name, kind in kinds.items():
         if not isinstance(record[name], kind):
             raise UsageError(f"{RECORD}: {name} must be a {kind.__name__}, got {record[name]!r}")
     return record

@@ -144,11 +144,41 @@ def blank(config: ModelConfig, settings: SpectralSettings) -> Spectra:
     """
     width = key_width(config)
     settings.check_width(width)
+    return Spectra([blank_layer(width, settings) for _ in range(config.num_layers)], settings)
+
+
+def blank_layer(width: int, settings: SpectralSettings) -> LayerSpectra:
+    """One layer's, in the standard basis."""
     ranks = (settings.key_rank, settings.value_rank)
+    return LayerSpectra(
+        *(Spectrum(jnp.eye(width), jnp.zeros(width), settings, rank) for rank in ranks)
+    )
 
-    def layer() -> LayerSpectra:
-        return LayerSpectra(
-            *(Spectrum(jnp.eye(width), jnp.zeros(width), settings, rank) for rank in ranks)
-        )
 
-    return Spectra([layer() for _ in range(config.num_layers)], settings)
+def inverted_once(spectra: Spectra, settings: SpectralSettings) -> Spectra:
+    """Spectra that rebuild with a matrix that is there, so that nothing inverts U again.
+
+    Args:
+        spectra: as they were trained.
+        settings: theirs, with a free inverse.
+    """
+
+    def fixed(spectrum: Spectrum) -> Spectrum:
+        u, inverse = spectrum.basis()
+        mean = jnp.zeros(len(u)) if spectrum.mean is None else spectrum.mean[...]
+        own = Spectrum(u + 0, mean + 0, settings, spectrum.rank)
+        own.u_inverse = SpectralGate(inverse + 0)
+        for name in ("w", "b"):
+            if getattr(spectrum, name) is not None:
+                setattr(own, name, SpectralGate(getattr(spectrum, name)[...] + 0))
+        return own
+
+    layers = [LayerSpectra(fixed(layer.keys), fixed(layer.values)) for layer in spectra.layers]
+    return Spectra(layers, settings)
+
+
+def spectra_bytes(settings: SpectralSettings, width: int) -> int:
+    """Of one layer's arrays, once bases are inverted."""
+    matrices = 2 + (settings.gate == "token")
+    vectors = (settings.gate != "fixed") + (settings.centre == "mean")
+    return 2 * 4 * (matrices * width**2 + vectors * width)

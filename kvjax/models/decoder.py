@@ -155,13 +155,19 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else nnx.Param(_normal(rngs.params(), table, dtype))
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, layers: tuple
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        layers: tuple,
+        keys: KeyStage = "rotated",
     ) -> tuple[Float[Array, "B T E"], tuple]:
         """Read ``tokens`` at their logical ``positions``.
 
         Args:
             attend: called once a layer, as described at `Attend`.
             layers: what ``attend`` gets as the layer's cache, one entry a layer.
+            keys: the stage at which ``attend`` gets keys.
 
         Returns:
             The hidden states after the final norm, and the layers' new caches.
@@ -171,7 +177,7 @@ class Decoder(nnx.Module):
         angles = rotation(positions, config.rope, config.head_dim)
         caches = []
         for index, (layer, cache) in enumerate(zip(self.layers, layers, strict=True)):
-            x, cache = layer(x, angles, _bind(attend, index, cache))
+            x, cache = layer(x, angles, _bind(attend, index, cache), keys)
             caches.append(cache)
         return rms_norm(x, self.norm[...], config.rms_norm_eps), tuple(caches)
 

@@ -3,6 +3,7 @@
 from kvjax.recipes.methods import (
     METHODS,
     am,
+    dynakv,
     full,
     h2o,
     kivi,
@@ -27,6 +28,7 @@ __all__ = [
     "Recipe",
     "am",
     "as_dict",
+    "dynakv",
     "full",
     "h2o",
     "kivi",

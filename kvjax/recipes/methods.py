@@ -1,5 +1,7 @@
 """Named methods."""
 
+import os
+
 from kvjax.codecs import kv_codec
 from kvjax.compress import Selector
 from kvjax.compress.selectors import (
@@ -12,6 +14,7 @@ from kvjax.compress.selectors import (
     SnapKV,
     Streaming,
 )
+from kvjax.dynakv.projector import BLOCKS, Projector
 from kvjax.errors import UsageError
 from kvjax.matching import AttentionMatching
 from kvjax.recipes.recipe import Recipe
@@ -30,6 +33,32 @@ def full(page_size: int = 64) -> Recipe:
 def uniform(codec: str = "int4", **options) -> Recipe:
     """Keep every token in one codec."""
     return Recipe("uniform", codec=codec, **options)
+
+
+def dynakv(
+    adapter: str | os.PathLike,
+    tau: float | None = None,
+    *,
+    rate: float | None = None,
+    blocks: int = BLOCKS,
+    **options,
+) -> Recipe:
+    """DynaKV: latents of keys and values, each token at a rank of its own (arXiv 2603.04411).
+
+    Args:
+        adapter: folder that ``python -m kvjax.train_dynakv`` wrote.
+        tau: a component is kept if its mask is above this; None: as the adapter was trained.
+        rate: share of all components that room is made for. None: 1.25 times what was measured
+            after training, and everything with a smaller ``tau``. Where a row needs more, later
+            components are left out.
+        blocks: latents are cut into so many blocks, and ranks rounded up to whole ones.
+        **options: other fields of ``Recipe``; ``codec`` is the latents'.
+
+    Raises:
+        UsageError: the adapter cannot be read or decoded with, or options that cannot work.
+    """
+    projector = Projector.load(adapter, tau=tau, rate=rate, blocks=blocks)
+    return Recipe("dynakv", projector=projector, **{"when_full": "next"} | options)
 
 
 def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:
@@ -168,6 +197,7 @@ METHODS = {
         full,
         uniform,
         kivi,
+        dynakv,
         streaming,
         random,
         h2o,

@@ -9,8 +9,10 @@ from jaxtyping import Array, Int
 
 from kvjax.codecs import KVCodec, kv_codec
 from kvjax.compress import Selector
+from kvjax.dynakv.projector import Projector
 from kvjax.errors import UsageError
 from kvjax.matching import AttentionMatching
+from kvjax.models.decoder import KeyStage
 from kvjax.thoughts import Retention, Segmenter
 
 PHASES = ("prompt", "think", "answer")
@@ -22,6 +24,8 @@ class Recipe:
 
     Attributes:
         name: what ``--method`` calls it.
+        projector: what tokens are projected by, so that latents are kept of them; None keeps keys
+            and values. ``codec`` is then the latents', which have neither values nor rotation.
         page_size: slots a page, a power of two.
         codec: the numbers that stored tokens are kept in, a name of ``kvjax.codecs.kv_codec``;
             None keeps every token as it was made, where it was written.
@@ -64,6 +68,7 @@ class Recipe:
 
     name: str
     page_size: int = 64
+    projector: Projector | None = None
     codec: str | None = "bf16"
     prompt_codec: str | None = None
     thought_codecs: tuple[str, str, str] | None = None
@@ -106,13 +111,14 @@ class Recipe:
         if self.keeps_all:
             return
         own = (self.codec, self.prompt_codec, *(self.thought_codecs or ()))
-        given = (*own, *(spec for _, spec in self.layer_codecs))
+        given = (*own, *self.codecs_of_layers)
         codecs = [kv_codec(spec) for spec in given if spec is not None]
         unknown = set(self.compress) - set(PHASES)
         if unknown:
             raise UsageError(f"compress takes {', '.join(PHASES)}, got {', '.join(unknown)}")
         self._check_thoughts()
         self._check_matching(codecs)
+        self._check_latents(codecs)
         if self.retention is not None or self.selector is None:
             return
         if self.every % self.tick:
@@ -162,6 +168,23 @@ class Recipe:
             self._check_budget("prompt_budget", self.floor)
         self._check_budget("budget", 1)
 
+    def _check_latents(self, codecs: list[KVCodec]) -> None:
+        if self.projector is None:
+            return
+        for codec in codecs:
+            if codec.k.fmt != codec.v.fmt or (not codec.k.uniform and codec.k.fmt != "float"):
+                raise UsageError(
+                    f"codec {codec.name} is not for latents, which have no values and one scale a "
+                    "slot: take bf16, int8, fp8, int4 or int2"
+                )
+        if self.segmenter is not None or self.compactor is not None:
+            raise UsageError(
+                "projector keeps latents, which neither thoughts nor a compactor can work on: "
+                "leave one of them out"
+            )
+        if self.selector is not None:
+            raise UsageError("projector keeps latents, among which no selector chooses yet")
+
     def _check_matching(self, codecs: list[KVCodec]) -> None:
         if self.share_of not in ("read", "held", "longest"):
             raise UsageError(f"share_of must be read, held or longest, got {self.share_of!r}")
@@ -209,6 +232,16 @@ class Recipe:
     def keeps_all(self) -> bool:
         """Whether every token stays where it was written, as it was made."""
         return self.codec is None
+
+    @property
+    def codecs_of_layers(self) -> tuple[str, ...]:
+        """Codecs of single layers."""
+        return tuple(spec for _, spec in self.layer_codecs)
+
+    @property
+    def key_stage(self) -> KeyStage:
+        """The stage at which the cache takes keys."""
+        return "rotated" if self.projector is None else "normed"
 
     @property
     def floor(self) -> int:

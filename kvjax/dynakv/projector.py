@@ -1,0 +1,167 @@
+"""What a recipe knows of an adapter: how it compresses, and not its arrays."""
+
+import dataclasses
+import os
+import pathlib
+from typing import TYPE_CHECKING
+
+import safetensors
+
+from kvjax.dynakv.adapter import COMMAND, MODEL_PREFIX, TENSORS, load_adapter, read_record
+from kvjax.dynakv.settings import SpectralSettings
+from kvjax.dynakv.spectrum import Spectra, inverted_once, key_width
+from kvjax.errors import UsageError
+from kvjax.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from kvjax.loading import LanguageModel
+
+BLOCKS = 8
+"""Blocks that a latent is cut into, if not told otherwise."""
+HEAD_ROOM = 1.25
+"""Room for so many times the rates that were measured when the adapter was trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Projector:
+    """Keys and values are stored as the first components of latents, a token's rank of each.
+
+    Attributes:
+        folder: of the adapter.
+        fingerprint: of the model that it was trained for.
+        model: the model's name.
+        digest: SHA-256 of its arrays.
+        settings: how it compresses, with the threshold to be used.
+        blocks: latents are cut into so many blocks, and ranks rounded up to whole ones.
+        rates: share of its keys' and its values' components that room is made for in every layer;
+            one pair for all layers, or one each.
+    """
+
+    folder: str
+    fingerprint: str
+    model: str
+    digest: str
+    settings: SpectralSettings
+    blocks: int = BLOCKS
+    rates: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike,
+        *,
+        tau: float | None = None,
+        rate: float | None = None,
+        blocks: int = BLOCKS,
+    ) -> "Projector":
+        """Read an adapter's record.
+
+        Args:
+            folder: what ``python -m kvjax.train_dynakv`` wrote.
+            tau: the threshold of masks, instead of the one that it was trained with.
+            rate: share of all components to make room for, instead of 1.25 times what was measured
+                after training. A threshold below the trained one keeps more than was measured, and
+                has room for everything.
+            blocks: see the class.
+
+        Raises:
+            UsageError: there is no such adapter, it cannot be decoded with, or a value cannot be;
+                begins with the argument.
+        """
+        try:
+            path = pathlib.Path(folder)
+            record = read_record(path)
+            settings = SpectralSettings(**record["spectral"])
+            _check(path, settings)
+        except (TypeError, UsageError) as error:
+            raise UsageError(f"adapter: {os.fspath(folder)}: {error}") from error
+        trained = settings.tau
+        if tau is not None:
+            settings = dataclasses.replace(settings, tau=tau)
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise UsageError(f"blocks must be a whole number above 0, got {blocks!r}")
+        if rate is not None and not (isinstance(rate, float | int) and 0 < rate <= 1):
+            raise UsageError(f"rate must be a share above 0 and at most 1, got {rate!r}")
+        rates = ((float(rate),) * 2,) if rate is not None else ((1.0, 1.0),)
+        measured = record["measured"].get("rate_by_layer")
+        if rate is None and measured and settings.tau >= trained:
+            rates = tuple(tuple(min(HEAD_ROOM * share, 1.0) for share in pair) for pair in measured)
+        own = (record[name] for name in ("fingerprint", "model", "tensors_sha256"))
+        return cls(os.fspath(folder), *own, settings, blocks, rates)
+
+    def check(self, config: ModelConfig, bits: int) -> None:
+        """Refuse a model whose keys cannot be cut so, or cannot be rebuilt block by block.
+
+        Args:
+            config: the model's.
+            bits: of a stored component.
+
+        Raises:
+            UsageError: with what would do.
+        """
+        width = config.num_kv_heads * config.head_dim
+        self.settings.check_width(width)
+        if self.settings.keys == "raw" and config.qk_norm:
+            raise UsageError(
+                "adapter: it compresses keys before their norm (--keys raw), which are rebuilt in "
+                f"whole or not at all: train one with --keys normed: {COMMAND}"
+            )
+        if len(self.rates) not in (1, config.num_layers):
+            raise UsageError(
+                f"adapter: it has {len(self.rates)} layers, and the model {config.num_layers}"
+            )
+        if width % self.blocks or (width // self.blocks * bits) % 8:
+            raise UsageError(
+                f"blocks must divide the {width} components of this model's keys, into whole bytes "
+                f"of {bits}-bit codes, got {self.blocks}: {_fitting(width, bits)} would do"
+            )
+
+    def in_blocks(self, width: int) -> SpectralSettings:
+        """The settings with ranks rounded up to whole blocks, and bases that are inverted once."""
+        block = width // self.blocks
+        multiple = self.settings.rank_multiple
+        multiple = multiple if multiple % block == 0 else block
+        return dataclasses.replace(self.settings, rank_multiple=multiple, inverse="free")
+
+    def deep_blocks(self, layer: int) -> float:
+        """Blocks of a token's keys and values beyond the first of each that room is made for.
+
+        A rank of r components goes less than r over the block's width beyond the first block.
+        """
+        pair = self.rates[layer if len(self.rates) > 1 else 0]
+        return sum(min(share * self.blocks, self.blocks - 1.0) for share in pair)
+
+
+def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:
+    """The bases and gates, as the cache holds them.
+
+    Raises:
+        UsageError: the adapter is not what it was when the recipe was made, or for another model.
+    """
+    flag = "adapter"
+    if read_record(pathlib.Path(projector.folder))["tensors_sha256"] != projector.digest:
+        raise UsageError(f"{flag}: {projector.folder}: it has changed since it was looked at")
+    spectra = load_adapter(projector.folder, lm, flag=flag).spectra
+    return inverted_once(spectra, projector.in_blocks(key_width(lm.config)))
+
+
+def _check(path: pathlib.Path, settings: SpectralSettings) -> None:
+    if not settings.masks_own:
+        raise UsageError(
+            "it was trained to see a token's own key and value uncompressed (--no-masks-own), "
+            f"which a cache of latents does not hold: train one without that: {COMMAND}"
+        )
+    try:
+        with safetensors.safe_open(path / TENSORS, "numpy") as tensors:
+            trained = any(name.startswith(MODEL_PREFIX) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"cannot read {TENSORS}: {error}") from error
+    if trained:
+        raise UsageError(
+            "it holds a model that was trained with it (--trains all), and the decoder takes only "
+            f"bases and gates: train one with --trains spectral: {COMMAND}"
+        )
+
+
+def _fitting(width: int, bits: int) -> int:
+    return max(n for n in range(1, BLOCKS + 1) if not width % n and not width // n * bits % 8)
