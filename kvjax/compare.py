@@ -394,7 +394,7 @@ class _Scores:
         given[:count] = self.ids[:, first : first + count].T
         part = _score(self._lm.model, expected, logits, jnp.asarray(given))
         self._parts.append({name: np.asarray(value)[:count] for name, value in part.items()})
-        self._held.append({name: np.asarray(value) for name, value in vars(now).items()})
+        self._held.append(jax.tree.map(np.asarray, vars(now)))
         if layers is not None:
             at = slice(self._done - 1, self._done - 1 + count)
             target = jnp.stack([output[:, at] for output in self._outputs])
@@ -409,7 +409,10 @@ class _Scores:
         for row in range(len(self.ids)):
             log = BytesLog(self._planned.geometry)
             for now in self._held:
-                log.add(int(now["length"][row]), now["slots"][row], now["pages"][row])
+                latents = None if now["latents"] is None else now["latents"][row]
+                log.add(
+                    int(now["length"][row]), now["slots"][row], now["pages"][row], latents=latents
+                )
                 held_bytes.append(log.live_bytes)
             logs.append(log)
         reports = [log.as_dict() for log in logs]

@@ -225,24 +225,26 @@ def query_positions(layer: LayerCache, length: Int[Array, " B"]) -> Int[Array, "
     return jnp.maximum(last - (last - slot) % count, -1)
 
 
-def held_latents(cache: KVCache) -> Int[Array, "B L 3"] | None:
-    """Tokens that every row holds in each layer, and components of their keys and of their values.
+def held_latents(cache: KVCache) -> Int[Array, "B L 4"] | None:
+    """What every row holds in each layer, where there are latents; None elsewhere.
 
-    None where there are no latents.
+    Returns:
+        Tokens; those of them that are no longer recent; and components stored of those, of keys and
+        of values.
     """
     if cache.layers[0].spectra is None:
         return None
-    layers = []
-    for layer in cache.layers:
-        found = jnp.zeros((len(cache.length), 3), jnp.int32)
-        for pool, table in zip(layer.pools, layer.tables, strict=True):
-            rows, lines, _ = table.shape
-            blocks = (pool.pos[table] >= 0).sum((2, 3), dtype=jnp.int32)
-            blocks = blocks.reshape(rows, lines // 2, 2)
-            components = blocks.sum(1, dtype=jnp.int32) * pool.components
-            found += jnp.concatenate([blocks[:, 0, :1], components], 1)
-        layers.append(found)
-    return jnp.stack(layers, 1)
+
+    def of_layer(layer: LayerCache):
+        recent, stored = (
+            (pool.pos[table] >= 0).sum((2, 3), dtype=jnp.int32)
+            for pool, table in zip(layer.pools, layer.tables, strict=True)
+        )
+        tokens = jnp.stack([recent[:, 0] + stored[:, 0], stored[:, 0]], 1)
+        blocks = stored.reshape(len(stored), -1, 2).sum(1, dtype=jnp.int32)
+        return jnp.concatenate([tokens, blocks * layer.pools[1].components], 1)
+
+    return jnp.stack([of_layer(layer) for layer in cache.layers], 1)
 
 
 def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:

@@ -47,7 +47,7 @@ def reserve_layer(layer: LayerCache, length: Int[Array, " B"]) -> LayerCache:
 def append(
     layer: LayerCache,
     k: Float[Array, "B T Hkv D"],
-    v: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv Dv"],
     pos: Int[Array, "B T"],
     keep: Bool[Array, "B T"],
     mass: Float[Array, "B Hkv T"] | None = None,
@@ -70,7 +70,7 @@ def store(
     layer: LayerCache,
     index: int,
     k: Float[Array, "B Hkv T D"],
-    v: Float[Array, "B Hkv T D"],
+    v: Float[Array, "B Hkv T Dv"],
     pos: Int[Array, "B T"],
     keep: Bool[Array, "B Hkv T"],
     mass: Float[Array, "B Hkv T"] | None = None,

@@ -1,10 +1,12 @@
-"""Which calibration tells a run's thoughts apart."""
+"""Which calibration tells a run's thoughts apart; and whether an adapter is the model's."""
 
+import contextlib
 import dataclasses
 
 from kvjax import loading
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source
+from kvjax.command.recipe import flags_in_errors
 from kvjax.errors import ModelError, UsageError
 from kvjax.recipes import Recipe, thinkv
 from kvjax.thoughts import Given, Sparsity
@@ -53,6 +55,20 @@ def _calibrated(recipe: Recipe, config: DecodeConfig) -> Recipe:
     if isinstance(segmenter, Given):
         return recipe
     return dataclasses.replace(recipe, segmenter=segmenter, **_precision(config))
+
+
+def check_adapter(recipe: Recipe, config: DecodeConfig) -> None:
+    """Refuse an adapter of another model, as far as the model can be looked at already.
+
+    Raises:
+        UsageError: it is another model's.
+    """
+    if recipe.projector is None:
+        return
+    source = model_source(config)
+    path = loading.resolve(source, config.revision, weights=False)
+    with contextlib.suppress(ModelError), flags_in_errors():
+        recipe.projector.for_model(loading.read_fingerprint(path), source)
 
 
 def _precision(config: DecodeConfig) -> dict[str, tuple[str, str, str]]:

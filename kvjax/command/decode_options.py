@@ -65,6 +65,7 @@ class DecodeConfig:
             "full",
             "uniform",
             "kivi",
+            "dynakv",
             "streaming",
             "random",
             "h2o",
@@ -188,6 +189,26 @@ class DecodeConfig:
         joined=True,
     )
     paper: bool = option(False, "thinkv, tam: the paper's own choices, where the defaults differ")
+    adapter: str | None = option(
+        None, "dynakv: folder that python -m kvjax.train_dynakv wrote for the model"
+    )
+    tau: float | None = option(
+        None,
+        "dynakv: components whose mask is above this are kept (default: as the adapter was "
+        "trained, 0.1 if not told otherwise)",
+        minimum=0,
+    )
+    latent_rate: float | None = option(
+        None,
+        "dynakv: share of all components to make room for (default: 1.25 times what was measured "
+        "after training)",
+        minimum=0,
+        exclusive=True,
+        maximum=1,
+    )
+    latent_blocks: int | None = option(
+        None, "dynakv: blocks that ranks are rounded up to (default: 8)", minimum=1
+    )
     fit: str | None = option(
         None,
         "memory for weights, cache and reading prompts, as 2GiB: choose the best method that fits",
@@ -214,7 +235,9 @@ class DecodeConfig:
     kernel: Literal["triton", "xla"] | None = option(
         None, "what computes attention (default: the GPU's kernel where it can run)"
     )
-    page_size: int = option(64, "cache slots a page, a power of two", minimum=1)
+    page_size: int | None = option(
+        None, "cache slots a page, a power of two (default: 64; 16 with dynakv)", minimum=1
+    )
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")
     stats: bool | None = option(None, "the figures below the answer (default: on a terminal)")
@@ -227,7 +250,7 @@ class DecodeConfig:
         Raises:
             UsageError: options that do not go together.
         """
-        if self.page_size & (self.page_size - 1):
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise UsageError(f"--page-size must be a power of two, got {self.page_size}")
         if "" in self.stop:
             raise UsageError("--stop must not be empty")

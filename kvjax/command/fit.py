@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvjax import recipes
 from kvjax.cache.plan import largest_budget
-from kvjax.command.calibrated import calibrated
+from kvjax.command.calibrated import calibrated, check_adapter
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.outline import Outline
 from kvjax.command.recipe import described, flags_in_errors, given_recipe, staying
@@ -29,6 +29,7 @@ def settled_recipe(config: DecodeConfig, outlined: Outline) -> Recipe:
     if recipe is None:
         return _fitting(config, outlined)
     recipe = calibrated(recipe, config)
+    check_adapter(recipe, config)
     if config.kv_budget_bytes is not None:
         return _of_bytes(recipe, config.kv_budget_bytes, outlined)
     return recipe

@@ -6,7 +6,7 @@ from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import prompt_options, stream_options
 from kvjax.compare import Comparison, compare
 from kvjax.decoding.requests import Prompt, read_prompt
-from kvjax.recipes import Recipe, full
+from kvjax.recipes import Recipe, parse
 
 
 def compared(
@@ -21,8 +21,9 @@ def compared(
     Args:
         text: the answer; what the model answers without compression if None.
     """
-    options = stream_options(config, full(config.page_size)) | {"batch_size": 1}
-    ids = read_prompt(lm, 0, prompt, prompt_options(config, full(config.page_size))).ids
+    plain = parse("full", page_size=config.page_size)
+    options = stream_options(config, plain) | {"batch_size": 1}
+    ids = read_prompt(lm, 0, prompt, prompt_options(config, plain)).ids
     if text is None:
         [answer] = kvjax.generate(lm, [prompt], **options)
         tokens = answer.tokens

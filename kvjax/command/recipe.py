@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvjax import recipes
 from kvjax.command.decode_options import DecodeConfig
@@ -42,10 +42,14 @@ FLAGS = {
     "forget": "--attend-evicted",
     "paper": "--paper",
     "stop_texts": "--stop",
+    "adapter": "--adapter",
+    "tau": "--tau",
+    "rate": "--latent-rate",
+    "blocks": "--latent-blocks",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 
-KEEPING = ("full", "uniform", "kivi")
+KEEPING = ("full", "uniform", "kivi", "dynakv")
 EVICTING = tuple(name for name in recipes.METHODS if name not in KEEPING)
 _EVICTION = (
     "kv_budget",
@@ -77,6 +81,8 @@ _THOUGHTS = (
     "prompt_budget",
 )
 """Options that method thinkv alone has."""
+_LATENTS = ("adapter", "tau", "latent_rate", "latent_blocks")
+"""Options that method dynakv alone has."""
 BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
 """Options that say what has to stay, whatever ``--fit`` chooses."""
 
@@ -136,6 +142,10 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         "forget": False if config.attend_evicted else None,
         "prompt_budget": config.prompt_budget,
         "paper": config.paper or None,
+        "adapter": config.adapter,
+        "tau": config.tau,
+        "rate": config.latent_rate,
+        "blocks": config.latent_blocks,
     }
     with flags_in_errors():
         recipe = recipes.parse(method, **fields)
@@ -170,7 +180,23 @@ def _given(config: DecodeConfig, name: str) -> str | None:
     return "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
 
 
+def _first(config: DecodeConfig, names: Iterable[str]) -> str | None:
+    """The first of these options that was given, as it was."""
+    return next(filter(None, (_given(config, name) for name in names)), None)
+
+
 def _check_used(config: DecodeConfig, method: str) -> None:
+    if method != "dynakv" and (given := _first(config, _LATENTS)):
+        raise UsageError(f"{given} is for method dynakv: drop it, or pass --method dynakv")
+    if method == "dynakv" and config.adapter is None:
+        raise UsageError(
+            "--method dynakv needs --adapter DIR, which python -m kvjax.train_dynakv writes"
+        )
+    if method == "dynakv" and config.prompt_bits is not None:
+        raise UsageError(
+            f"--prompt-bits {config.prompt_bits} has no effect with method dynakv: drop it, or "
+            "pass --kv-bits"
+        )
     if method == "thinkv":
         without = (
             "compress_every",
@@ -180,13 +206,13 @@ def _check_used(config: DecodeConfig, method: str) -> None:
             "positions",
             *(() if config.prompt_budget else ("selector",)),
         )
-        if given := next(filter(None, (_given(config, name) for name in without)), None):
+        if given := _first(config, without):
             raise UsageError(
                 f"{given} has no effect with method thinkv, which evicts by segments"
                 + (": give --prompt-budget too" if "selector" in given else ": drop it")
             )
         return
-    if given := next(filter(None, (_given(config, name) for name in _THOUGHTS)), None):
+    if given := _first(config, _THOUGHTS):
         raise UsageError(f"{given} is for method thinkv: drop it, or pass --method thinkv")
     if config.paper and method != "tam":
         raise UsageError("--paper is for methods thinkv and tam: drop it, or pass one of them")
@@ -210,14 +236,14 @@ def _check_used(config: DecodeConfig, method: str) -> None:
                 "evicts once, after the prompt: drop it, or pass --method snapkv_decode"
             )
         return
-    if given := next(filter(None, (_given(config, name) for name in _EVICTION)), None):
+    if given := _first(config, _EVICTION):
         raise UsageError(
             f"{given} has no effect with method {method}, which evicts nothing: drop it, or pass "
             f"--method with one of {', '.join(EVICTING)}"
         )
     if method != "full":
         return
-    if given := next(filter(None, (_given(config, name) for name in _CODES)), None):
+    if given := _first(config, _CODES):
         raise UsageError(
             f"{given} has no effect with method full, which keeps every token as it was made: drop "
             "it, or pass --method uniform"
@@ -252,10 +278,10 @@ def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
 def _check_beside_fit(config: DecodeConfig) -> None:
     chosen = [
         name
-        for name in (*_EVICTION, *_CODES, *_THOUGHTS, "paper", "method")
+        for name in (*_EVICTION, *_CODES, *_THOUGHTS, *_LATENTS, "paper", "method")
         if name not in BESIDE_FIT
     ]
-    if given := next(filter(None, (_given(config, name) for name in chosen)), None):
+    if given := _first(config, chosen):
         raise UsageError(
             f"{given} and --fit exclude each other, since --fit chooses it: give one of them"
         )

@@ -23,7 +23,7 @@ class Incoming:
     """Tokens that have been read and are not in the cache yet; position ``before + i`` each."""
 
     k: Float[Array, "B T Hkv D"]
-    v: Float[Array, "B T Hkv D"]
+    v: Float[Array, "B T Hkv Dv"]
     mass: Float[Array, "B Hkv T"] | None = None
 
 

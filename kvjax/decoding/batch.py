@@ -63,7 +63,8 @@ class Batch:
                 continue
             text, new = row.push(tokens[real[:, i], i].tolist())
             thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
-            self._log[i].add(int(length[i]), slots[i], pages[i], thoughts)
+            latents = None if output.latents is None else np.asarray(output.latents)[i]
+            self._log[i].add(int(length[i]), slots[i], pages[i], thoughts, latents)
             if not finite[i]:
                 wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (

@@ -51,8 +51,8 @@ class ChunkOutput:
         pages: pages that each row owns, likewise.
         crowded: tokens (of one layer and KV head each) that found no slot.
         thoughts: the rows' thoughts, where they are told apart.
-        latents: tokens that each row holds in every layer, and components of their keys and of
-            their values, where latents are kept.
+        latents: what each row holds in every layer, where there are latents: see
+            ``kvjax.cache.held_latents``.
     """
 
     tokens: Int[Array, "N B"]
@@ -63,7 +63,7 @@ class ChunkOutput:
     pages: Int[Array, "B L C"]
     crowded: Int[Array, " B"]
     thoughts: Thoughts | None
-    latents: Int[Array, "B L 3"] | None
+    latents: Int[Array, "B L 4"] | None
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":

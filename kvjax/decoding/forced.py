@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache, reserve
+from kvjax.cache import KVCache, held_latents, reserve
 from kvjax.cache import held as held_by_rows
 from kvjax.decoding.chunk import DecodeState, decode_token
 from kvjax.decoding.notes import note_prompt
@@ -26,6 +26,7 @@ class Held:
     slots: Int[Array, "B L C"]
     pages: Int[Array, "B L C"]
     crowded: Int[Array, " B"]
+    latents: Int[Array, "B L 4"] | None
 
 
 @functools.partial(
@@ -106,4 +107,4 @@ def _normed(x, norm, *, eps: float):
 @jax.jit
 def held(cache: KVCache) -> Held:
     # Numbers of its own: the cache's are in use again by the time that these are read.
-    return Held(cache.length + 0, *held_by_rows(cache), cache.crowded + 0)
+    return Held(cache.length + 0, *held_by_rows(cache), cache.crowded + 0, held_latents(cache))

@@ -34,6 +34,7 @@ class BytesLog:
         self._fixed = geometry.query_bytes // geometry.rows
         self._slots = np.zeros(size, np.int64)
         self._most = np.zeros(size, np.int64)
+        self._latents: np.ndarray | None = None
         self.thoughts: list[Thoughts] = []
         self.bytes: list[int] = []
         self.lengths: list[int] = []
@@ -51,13 +52,15 @@ class BytesLog:
         slots: np.ndarray,
         pages: np.ndarray,
         thoughts: Thoughts | None = None,
+        latents: np.ndarray | None = None,
     ) -> None:
         """Note the slots that are live and the pages that are owned, for every layer and class.
 
         Args:
             thoughts: the row's, where they are told apart; of numpy arrays without a row axis.
+            latents: of ``kvjax.cache.held_latents``, without a row axis.
         """
-        self.logical, self._slots = logical, slots
+        self.logical, self._slots, self._latents = logical, slots, latents
         self._most = np.maximum(self._most, slots)
         if thoughts is not None:
             self.thoughts.append(thoughts)
@@ -96,6 +99,8 @@ class BytesLog:
     @property
     def live_tokens(self) -> float:
         """Tokens held, averaged over layers and KV heads."""
+        if self._latents is not None:
+            return float(self._latents[:, 0].mean())
         heads = len(self._geometry.layers) * self._geometry.num_kv_heads
         return int(self._slots.sum()) / heads
 
@@ -113,6 +118,10 @@ class BytesLog:
                 coded += int(slots[i]) * (not buffer)
                 for name, count in each.items():
                     held[name] += int(slots[i]) * count * (not buffer or name != "codes")
+        numbers = coded * 2 * shape.head_dim
+        if self._latents is not None:  # slots are not tokens, and hold parts of them
+            block = [layer.classes[1].latent for layer in shape.layers]
+            numbers = int((self._slots[:, 1] * block).sum())
         return {
             "logical_tokens": self.logical,
             "live_tokens": {
@@ -121,15 +130,15 @@ class BytesLog:
                 "max": max(self.live),
                 "end": self.live[-1],
             },
-            "evictions": round(self.logical * heads - int(self._slots.sum())),
+            "evictions": round((self.logical - self.live_tokens) * heads),
             "crowded": self.crowded,
             # Tokens stored beyond the most that were ever held at once.
             "slots_reused": round(
                 (self.logical * heads - int(self._slots[:, 0].sum()) - int(self._most[:, 1:].sum()))
-                if self._slots.shape[1] > 1
+                if self._slots.shape[1] > 1 and self._latents is None
                 else 0
             ),
-            "bits": 8 * (held["codes"] + held["scales"]) / max(coded * 2 * shape.head_dim, 1),
+            "bits": 8 * (held["codes"] + held["scales"]) / max(numbers, 1),
             "bytes": {
                 "codes": round(held["codes"]),
                 "scales": round(held["scales"]),
@@ -145,13 +154,35 @@ class BytesLog:
                 "end": self.ratios[-1],
             },
             "per_layer": [
-                {
-                    "codec": "/".join(_coded(layer)),
-                    "live_tokens": int(slots.sum()) / shape.num_kv_heads,
-                }
-                for layer, slots in zip(shape.layers, self._slots, strict=True)
+                {"codec": "/".join(_coded(layer)), **held}
+                for layer, held in zip(shape.layers, self._per_layer(), strict=True)
             ],
+            **self._rates(),
         }
+
+    def _per_layer(self) -> list[dict[str, Any]]:
+        """Tokens that each layer holds, and the shares of their components, if it is latents."""
+        shape = self._geometry
+        if self._latents is None:
+            held = self._slots.sum(1)
+            return [{"live_tokens": int(slots) / shape.num_kv_heads} for slots in held]
+        shares = self._latents[:, 2:] / np.maximum(self._latents[:, 1:2] * shape.width, 1)
+        return [
+            {"live_tokens": int(tokens), "rate_keys": float(keys), "rate_values": float(values)}
+            for tokens, (keys, values) in zip(self._latents[:, 0], shares, strict=True)
+        ]
+
+    def _rates(self) -> dict[str, Any]:
+        """Shares of components that are stored of tokens no longer recent, whole blocks counted."""
+        if self._latents is None:
+            return {}
+        layers = self._per_layer()
+        keys, values = (
+            statistics.fmean(layer[name] for layer in layers)
+            for name in ("rate_keys", "rate_values")
+        )
+        rates = {"hard": (keys + values) / 2, "keys": keys, "values": values}
+        return {"rates": rates | {"blocks": self._geometry.projector.blocks}}
 
 
 def _coded(layer: LayerGeometry) -> list[str]:

@@ -201,14 +201,16 @@ def check_model(recipe: Recipe, lm: LanguageModel) -> None:
     """Refuse a recipe that the model cannot serve.
 
     Raises:
-        UsageError: thresholds were calibrated on another model, or the text is looked at again and
-            there is no tokenizer.
+        UsageError: thresholds or an adapter were made for another model, or the text is looked at
+            again and there is no tokenizer.
     """
     if recipe.needs_text and lm.tokenizer is None:
         raise UsageError(
             f"method {recipe.name} looks at the text again, and {lm.source} has no tokenizer: give "
             "one, or a selector without segments and queries that are the last ones"
         )
+    if recipe.projector is not None:
+        recipe.projector.for_model(lm.fingerprint, lm.source)
     wanted = getattr(recipe.segmenter, "fingerprint", "")
     if wanted and wanted != lm.fingerprint:
         raise UsageError(

@@ -172,9 +172,7 @@ def attend_history(
     for pool, table in zip(layer.pools, layer.tables, strict=True):
         tokens = find_tokens(pool, table, layer.span)
         step = min(tokens.pos.shape[1], SLOTS)
-        held = jnp.pad(
-            tokens.pos, ((0, 0), (0, -tokens.pos.shape[1] % step)), constant_values=-1
-        )
+        held = jnp.pad(tokens.pos, ((0, 0), (0, -tokens.pos.shape[1] % step)), constant_values=-1)
         owned = (table[:, 0] != SCRATCH_PAGE).sum(-1, dtype=jnp.int32).max() * pool.page_size
 
         def some(i, carry, pool=pool, table=table, tokens=tokens, held=held, step=step):

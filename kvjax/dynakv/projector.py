@@ -89,6 +89,19 @@ class Projector:
         own = (record[name] for name in ("fingerprint", "model", "tensors_sha256"))
         return cls(os.fspath(folder), *own, settings, blocks, rates)
 
+    def for_model(self, fingerprint: str, source: str) -> None:
+        """Refuse another model than the one that the adapter was trained for.
+
+        Raises:
+            UsageError: naming both.
+        """
+        if self.fingerprint != fingerprint:
+            raise UsageError(
+                f"adapter: {self.folder}: trained for {self.model} (fingerprint "
+                f"{self.fingerprint[:12]}) and not for {source} ({fingerprint[:12]}); train one: "
+                f"{COMMAND}"
+            )
+
     def check(self, config: ModelConfig, bits: int) -> None:
         """Refuse a model whose keys cannot be cut so, or cannot be rebuilt block by block.
 

@@ -58,7 +58,7 @@ def dynakv(
         UsageError: the adapter cannot be read or decoded with, or options that cannot work.
     """
     projector = Projector.load(adapter, tau=tau, rate=rate, blocks=blocks)
-    return Recipe("dynakv", projector=projector, **{"when_full": "next"} | options)
+    return Recipe("dynakv", projector=projector, **{"when_full": "next", "page_size": 16} | options)
 
 
 def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:

@@ -171,6 +171,8 @@ class Recipe:
     def _check_latents(self, codecs: list[KVCodec]) -> None:
         if self.projector is None:
             return
+        if self.prompt_codec is not None:
+            raise UsageError("prompt_codec has no effect on latents, which have one codec a layer")
         for codec in codecs:
             if codec.k.fmt != codec.v.fmt or (not codec.k.uniform and codec.k.fmt != "float"):
                 raise UsageError(

@@ -35,6 +35,8 @@ SELECTORS: dict[str, type[Selector]] = {
     "segment_quotas": SegmentQuotas,
 }
 """Selectors by the name that ``--selector`` takes."""
+LATENT_FIELDS = {"adapter", "tau", "rate", "blocks"}
+"""Arguments of method "dynakv" that no other method has."""
 COMPACTORS = {
     "none": None,
     "matching": AttentionMatching(),
@@ -65,12 +67,18 @@ def parse(method: str, **given: Any) -> Recipe:
         fields = thinkv_fields(fields)
     elif unused := sorted(THOUGHT_FIELDS & set(fields) - ({"paper"} if method == "tam" else set())):
         raise UsageError(f"{unused[0]} has no effect with method {method}: it is for thinkv")
+    if method == "dynakv" and "adapter" not in fields:
+        raise UsageError(
+            "adapter is needed with method dynakv: a folder that python -m kvjax.train_dynakv wrote"
+        )
+    if method != "dynakv" and (unused := sorted(LATENT_FIELDS & set(fields))):
+        raise UsageError(f"{unused[0]} has no effect with method {method}: it is for dynakv")
     for name, read in _READERS.items():
         if isinstance(fields.get(name), str):
             fields[name] = read(fields[name])
     if method == "thinkv":
         return METHODS[method](**fields)
-    if method in ("full", "uniform", "kivi") and fields.get("compactor") is not None:
+    if method in ("full", "uniform", "kivi", "dynakv") and fields.get("compactor") is not None:
         raise UsageError(f"compactor has no effect with method {method}, which evicts nothing")
     selector = fields.pop("selector", None)
     if method == "full" and (unused := set(fields) - {"page_size"}):

@@ -1,6 +1,7 @@
 """The figures that are printed below the answers."""
 
 import collections
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,8 +66,16 @@ def _kv(decoded: Sequence[dict[str, Any]]) -> str:
     held = sum(block["bytes"]["total_live"] for block in blocks)
     full = sum(block["bytes"]["full_bf16"] for block in blocks)
     evictions = sum(block["evictions"] for block in blocks)
+    if "rates" in blocks[0]:
+        rates = [
+            statistics.fmean(block["rates"][name] for block in blocks)
+            for name in ("hard", "keys", "values")
+        ]
+        held_rates = " · rank {:.3f} of full (keys {:.3f}, values {:.3f})".format(*rates)
+    else:
+        held_rates = ""
     evicted = f" · {evictions:,} evictions in all layers and heads" if evictions else ""
     return (
         f"cache {blocks[0]['method']}: live {live:,.0f} of {logical:,} tokens · {size(held)} · "
-        f"{held / full:.3f} of a bare bf16 cache{evicted}"
+        f"{held / full:.3f} of a bare bf16 cache{held_rates}{evicted}"
     )
