@@ -35,7 +35,7 @@ from kvjax.compare import Reference, compare, reference
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import add_text_arguments, record_of_text, rows_of_text, small_model
-from kvjax.recipes import METHODS, Recipe
+from kvjax.recipes import ADAPTED, METHODS, Recipe
 
 SHARES = (2, 4, 8, 16)
 KEEPING = {
@@ -45,7 +45,7 @@ KEEPING = {
 }
 """What evicts nothing has no budget, and is there once for each codec."""
 PROTECTED = "random+prompt"
-NAMES = (*METHODS, PROTECTED)
+NAMES = (*(name for name in METHODS if name not in ADAPTED), PROTECTED)
 HEAD = (
     f"{'method':14} {'codec':6} {'share':5} {'budget':>7} {'ratio':>6} {'KL':>9} {'p99':>9} "
     f"{'top-1':>6} {'ppl':>8} {'s':>5}"

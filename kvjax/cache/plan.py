@@ -113,10 +113,11 @@ class Plan:
                     what = f"first, {what}"
                 slot = sum(shape.slot_bytes(part).values())
                 most = "" if part.pages_per_row is None else "at most "
+                owner = "KV head" if part.latent is None else "block"
                 lines.append(
                     (
                         f"{_counted(alike, 'layer')}, {what}",
-                        f"{most}{_counted(part.pages_per_head, 'page')} a KV head of "
+                        f"{most}{_counted(part.pages_per_head, 'page')} a {owner} of "
                         f"{part.page_size} slots of {slot:.6g} bytes, "
                         f"{shape.pages(part):,} pages in the pool",
                     )

@@ -200,8 +200,8 @@ class DecodeConfig:
     )
     latent_rate: float | None = option(
         None,
-        "dynakv: share of all components to make room for (default: 1.25 times what was measured "
-        "after training)",
+        "dynakv: share of all blocks to make room for (default: 1.25 times what was measured after "
+        "training)",
         minimum=0,
         exclusive=True,
         maximum=1,

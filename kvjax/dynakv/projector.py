@@ -1,6 +1,7 @@
 """What a recipe knows of an adapter: how it compresses, and not its arrays."""
 
 import dataclasses
+import math
 import os
 import pathlib
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 BLOCKS = 8
 """Blocks that a latent is cut into, if not told otherwise."""
 HEAD_ROOM = 1.25
-"""Room for so many times the rates that were measured when the adapter was trained."""
+"""Room for so many times the blocks that were measured when the adapter was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Projector:
         digest: SHA-256 of its arrays.
         settings: how it compresses, with the threshold to be used.
         blocks: latents are cut into so many blocks, and ranks rounded up to whole ones.
-        rates: share of its keys' and its values' components that room is made for in every layer;
-            one pair for all layers, or one each.
+        rates: share of its keys' and its values' blocks that room is made for in every layer; one
+            pair for all layers, or one each.
     """
 
     folder: str
@@ -59,9 +60,9 @@ class Projector:
         Args:
             folder: what ``python -m kvjax.train_dynakv`` wrote.
             tau: the threshold of masks, instead of the one that it was trained with.
-            rate: share of all components to make room for, instead of 1.25 times what was measured
-                after training. A threshold below the trained one keeps more than was measured, and
-                has room for everything.
+            rate: share of all blocks to make room for, instead of 1.25 times what was measured
+                after training (a fixed rank takes what it takes). A threshold below the trained one
+                keeps more than was measured, and has room for everything.
             blocks: see the class.
 
         Raises:
@@ -85,7 +86,9 @@ class Projector:
         rates = ((float(rate),) * 2,) if rate is not None else ((1.0, 1.0),)
         measured = record["measured"].get("rate_by_layer")
         if rate is None and measured and settings.tau >= trained:
-            rates = tuple(tuple(min(HEAD_ROOM * share, 1.0) for share in pair) for pair in measured)
+            rates = tuple(
+                tuple(_room(share, settings, blocks) for share in pair) for pair in measured
+            )
         own = (record[name] for name in ("fingerprint", "model", "tensors_sha256"))
         return cls(os.fspath(folder), *own, settings, blocks, rates)
 
@@ -137,12 +140,17 @@ class Projector:
         return dataclasses.replace(self.settings, rank_multiple=multiple, inverse="free")
 
     def deep_blocks(self, layer: int) -> float:
-        """Blocks of a token's keys and values beyond the first of each that room is made for.
-
-        A rank of r components goes less than r over the block's width beyond the first block.
-        """
+        """Blocks of a token's keys and values beyond the first of each that room is made for."""
         pair = self.rates[layer if len(self.rates) > 1 else 0]
-        return sum(min(share * self.blocks, self.blocks - 1.0) for share in pair)
+        return sum(max(share * self.blocks - 1, 0.0) for share in pair)
+
+
+def _room(share: float, settings: SpectralSettings, blocks: int) -> float:
+    """Share of the blocks to make room for, where so many of the components are stored."""
+    if settings.gate == "fixed":
+        return math.ceil(share * blocks - 1e-6) / blocks
+    # A rank ends somewhere in its last block: in the middle, on average.
+    return min(HEAD_ROOM * (share + 0.5 / blocks), 1.0)
 
 
 def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:

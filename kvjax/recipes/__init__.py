@@ -1,6 +1,7 @@
 """Named methods: what of a token is stored, for how long, and in which numbers."""
 
 from kvjax.recipes.methods import (
+    ADAPTED,
     METHODS,
     am,
     dynakv,
@@ -22,6 +23,7 @@ from kvjax.recipes.recipe import PHASES, Recipe
 from kvjax.recipes.text import SELECTORS, as_dict, parse
 
 __all__ = [
+    "ADAPTED",
     "METHODS",
     "PHASES",
     "SELECTORS",

@@ -48,9 +48,9 @@ def dynakv(
     Args:
         adapter: folder that ``python -m kvjax.train_dynakv`` wrote.
         tau: a component is kept if its mask is above this; None: as the adapter was trained.
-        rate: share of all components that room is made for. None: 1.25 times what was measured
-            after training, and everything with a smaller ``tau``. Where a row needs more, later
-            components are left out.
+        rate: share of all blocks that room is made for. None: 1.25 times what was measured after
+            training, and everything with a smaller ``tau``. Where a row needs more, blocks that
+            find no room are left out, none of a token's first.
         blocks: latents are cut into so many blocks, and ranks rounded up to whole ones.
         **options: other fields of ``Recipe``; ``codec`` is the latents'.
 
@@ -212,6 +212,8 @@ METHODS = {
     )
 }
 """Recipes by the name that ``--method`` takes."""
+ADAPTED = ("dynakv",)
+"""Those that need an adapter of the model; the others can be made of nothing."""
 
 
 def _matching(name: str, **options) -> Recipe:

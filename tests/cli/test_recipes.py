@@ -37,7 +37,10 @@ def flags(values: dict[str, str]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", value)]
 
 
-@pytest.mark.parametrize("method", recipes.METHODS)
+UNAIDED = [name for name in recipes.METHODS if name not in recipes.ADAPTED]
+
+
+@pytest.mark.parametrize("method", UNAIDED)
 def test_a_method_alone_is_the_library_s_recipe(method):
     assert given_recipe(options("--method", method)) == recipes.METHODS[method]()
 
@@ -267,7 +270,14 @@ def test_what_cannot_work_is_refused_before_weights_load(decode, monkeypatch, ar
 def test_a_field_of_every_option_has_its_flag():
     fields = {field.name for field in dataclasses.fields(recipes.Recipe)}
     # A segmenter and a retention have flags of their own.
-    assert fields - set(FLAGS) == {"name", "tick", "when_full", "segmenter", "retention"}
+    assert fields - set(FLAGS) == {
+        "name",
+        "tick",
+        "when_full",
+        "segmenter",
+        "retention",
+        "projector",
+    }
     names = {entry.flag for entry in entries(DecodeConfig).values()}
     assert set(FLAGS.values()) <= names
 
@@ -303,7 +313,7 @@ def test_a_compressed_answer_is_the_library_s_and_its_record_says_what_was_kept(
     assert cache.endswith(f" · {kv['evictions']:,} evictions in all layers and heads")
 
 
-@pytest.mark.parametrize("method", recipes.METHODS)
+@pytest.mark.parametrize("method", UNAIDED)
 def test_a_plan_of_every_method_needs_no_weights(decode, model, tmp_path, method):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model / name).read_bytes())

@@ -1,6 +1,7 @@
 """Decoding with latents against the model that masks keys and values in whole sequences."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +166,7 @@ def test_a_row_that_needs_more_than_its_room_keeps_every_first_block(tmp_path):
     """What finds no slot is counted, and another row is not touched by it."""
     lm, found = tiny("llama", 1), spectra(layers=1)
     ids = tokens(lm, (2, TOTAL), seed=4)
-    recipe = kvjax.recipes.dynakv(saved(tmp_path, found, lm), rate=0.05, **OPTIONS)
+    recipe = kvjax.recipes.dynakv(saved(tmp_path, found, lm), rate=0.4, **OPTIONS)
     together, cache = forced(lm, recipe, ids)
     assert np.asarray(cache.crowded).all()
     counts = np.asarray(held_latents(cache))
@@ -186,17 +187,27 @@ def test_room_is_made_for_what_was_measured(tmp_path):
     rates = [[0.4, 0.2], [0.9, 0.1]]
     folder = saved(tmp_path, found, lm, rate_by_layer=rates)
     recipe = kvjax.recipes.dynakv(folder, **OPTIONS)
-    assert recipe.projector.rates == ((0.5, 0.25), (1.0, 0.125))
-    assert recipe.projector.deep_blocks(0) == 3.0 and recipe.projector.deep_blocks(1) == 3.5
-    assert kvjax.recipes.dynakv(folder, tau=0.3, **OPTIONS).projector.rates[0] == (0.5, 0.25)
+    assert recipe.projector.rates == ((0.65625, 0.40625), (1.0, 0.28125))
+    assert [recipe.projector.deep_blocks(layer) for layer in (0, 1)] == [2.25, 3.125]
+    again = kvjax.recipes.dynakv(folder, tau=0.3, **OPTIONS)
+    assert again.projector.rates == recipe.projector.rates
     assert kvjax.recipes.dynakv(folder, tau=0.05, **OPTIONS).projector.rates == ((1.0, 1.0),)
     assert kvjax.recipes.dynakv(folder, rate=0.3, **OPTIONS).projector.rates == ((0.3, 0.3),)
     pages = -(-planned(lm, recipe).tokens // PAGE)
     shapes = [layer.classes[1] for layer in planned(lm, recipe).geometry.layers]
     assert [shape.pages_per_head for shape in shapes] == [pages] * 2
-    tokens_ = planned(lm, recipe).tokens
-    wanted = [2 * pages + -(-int(deep * tokens_) // PAGE) + 6 for deep in (3, 3.5)]
+    count = planned(lm, recipe).tokens
+    wanted = [2 * pages + math.ceil(deep * count / PAGE) + 6 for deep in (2.25, 3.125)]
     assert [shape.pages_per_row for shape in shapes] == wanted
+
+
+def test_a_fixed_rank_has_room_for_itself(tmp_path):
+    lm = tiny("llama", 1)
+    found = fitted(lm, gate="fixed", key_rank=BLOCK + 1, value_rank=2)
+    folder = saved(tmp_path, found, lm, rate_by_layer=[[(BLOCK + 1) / WIDTH, 2 / WIDTH]])
+    recipe = kvjax.recipes.dynakv(folder, **OPTIONS)
+    assert recipe.projector.rates == ((0.5, 0.25),)
+    assert recipe.projector.deep_blocks(0) == 1.0
 
 
 def test_answers_and_what_is_reported_of_them(plain):
