@@ -112,7 +112,7 @@ def given_recipe(config: DecodeConfig) -> Recipe | None:
         return None
     method = config.method or "full"
     _check_used(config, method)
-    recent = "recent" if method in EVICTING and method != "thinkv" else "window"
+    recent = "recent" if _evicts(config, method) and method != "thinkv" else "window"
     fields = {
         "page_size": config.page_size,
         "codec": config.kv_bits,
@@ -180,6 +180,10 @@ def _given(config: DecodeConfig, name: str) -> str | None:
     return "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
 
 
+def _evicts(config: DecodeConfig, method: str) -> bool:
+    return method in EVICTING or (method == "dynakv" and config.selector is not None)
+
+
 def _first(config: DecodeConfig, names: Iterable[str]) -> str | None:
     """The first of these options that was given, as it was."""
     return next(filter(None, (_given(config, name) for name in names)), None)
@@ -216,7 +220,7 @@ def _check_used(config: DecodeConfig, method: str) -> None:
         raise UsageError(f"{given} is for method thinkv: drop it, or pass --method thinkv")
     if config.paper and method != "tam":
         raise UsageError("--paper is for methods thinkv and tam: drop it, or pass one of them")
-    if method in EVICTING:
+    if _evicts(config, method):
         if config.positions == "contiguous" and (
             method != "streaming" or config.selector not in (None, "streaming")
         ):
@@ -238,8 +242,9 @@ def _check_used(config: DecodeConfig, method: str) -> None:
         return
     if given := _first(config, _EVICTION):
         raise UsageError(
-            f"{given} has no effect with method {method}, which evicts nothing: drop it, or pass "
-            f"--method with one of {', '.join(EVICTING)}"
+            f"{given} has no effect with method {method}, which evicts nothing"
+            + (" without --selector" if method == "dynakv" else "")
+            + f": drop it, or pass --method with one of {', '.join(EVICTING)}"
         )
     if method != "full":
         return

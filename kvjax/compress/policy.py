@@ -28,6 +28,7 @@ class Policy:
         of_kind: the classes of the answer's tokens by the kind of their thought.
         queries: how many of the last queries the layer keeps.
         budgets: tokens of each KV head, where they are not alike.
+        config: the model's, where latents are rebuilt to select from.
     """
 
     classes: tuple[KVCodec, ...]
@@ -37,6 +38,7 @@ class Policy:
     of_kind: tuple[int, int, int] = (1, 1, 1)
     queries: int = 0
     budgets: tuple[int, ...] | None = None
+    config: ModelConfig | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,7 +87,7 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
             found.append(split)
             continue
         if recipe.projector is not None:
-            found.append(Policy((codec,), keeps, queries=recipe.needs_queries))
+            found.append(Policy((codec,), keeps, queries=recipe.needs_queries, config=config))
             continue
         specs = [
             recipe.prompt_codec or recipe.codec,

@@ -109,7 +109,7 @@ def selection(
         seed=rows.seed,
         k=jnp.concatenate([*keys, new.k], 2) if reads else None,
         v=jnp.concatenate([*values, new.v], 2) if matches else None,
-        **_queries(layer, rows, asked),
+        **queries_of(layer, rows, asked),
         mass=None if new.mass is None else joined("mass", new.mass),
         segment=None if rows.segment is None else _segment_of(rows.segment, pos),
         layer=jnp.asarray(index, jnp.int32),
@@ -141,7 +141,8 @@ def selection(
     return kept, last, change
 
 
-def _queries(layer: LayerCache, rows: Rows, asked) -> dict:
+def queries_of(layer: LayerCache, rows: Rows, asked=None) -> dict[str, Array]:
+    """The queries of a selector's context, and their positions: the last ones, if none is asked."""
     if asked is not None:
         after = jnp.arange(asked.shape[1], dtype=jnp.int32)[None]
         return {"queries": asked, "query_pos": rows.length[:, None] + after}

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import LayerCache
 from kvjax.cache.slots import append, evict, reserve_layer, store
+from kvjax.compress.latents import latent_selection
 from kvjax.compress.policy import Policy, group
 from kvjax.compress.refit import change_tokens, store_change, tidied
 from kvjax.compress.selection import Candidates, Rows, in_window, selection
@@ -88,6 +89,9 @@ def settle(
     leaves, bias = pos < rows.leaving[:, None], None
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
+        layer = _evict(layer, kept)
+    elif select and policy.keeps == "budget" and layer.spectra is not None:
+        kept, keep = latent_selection(layer, index, recipe, policy.config, rows, pos, k, keep)
         layer = _evict(layer, kept)
     elif select and policy.keeps == "budget" and recipe.selector is not None:
         there = Candidates(pos, k, v, keep, mass, into, leaves)

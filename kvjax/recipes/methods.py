@@ -41,6 +41,7 @@ def dynakv(
     *,
     rate: float | None = None,
     blocks: int = BLOCKS,
+    selector: Selector | None = None,
     **options,
 ) -> Recipe:
     """DynaKV: latents of keys and values, each token at a rank of its own (arXiv 2603.04411).
@@ -52,13 +53,18 @@ def dynakv(
             training, and everything with a smaller ``tau``. Where a row needs more, blocks that
             find no room are left out, none of a token's first.
         blocks: latents are cut into so many blocks, and ranks rounded up to whole ones.
+        selector: what evicts tokens beyond a budget (1,024 tokens if not told otherwise), in all
+            heads the same ones: ``SnapKV()``, once after the prompt if ``every`` is not given.
         **options: other fields of ``Recipe``; ``codec`` is the latents'.
 
     Raises:
         UsageError: the adapter cannot be read or decoded with, or options that cannot work.
     """
     projector = Projector.load(adapter, tau=tau, rate=rate, blocks=blocks)
-    return Recipe("dynakv", projector=projector, **{"when_full": "next", "page_size": 16} | options)
+    own = {"when_full": "next", "page_size": 16}
+    if selector is not None:
+        own |= {"selector": selector, "budget": DECODING_BUDGET, "every": 0}
+    return Recipe("dynakv", projector=projector, **own | options)
 
 
 def kivi(codec: str = "kivi2", window: int = 32, **options) -> Recipe:

@@ -184,8 +184,18 @@ class Recipe:
                 "projector keeps latents, which neither thoughts nor a compactor can work on: "
                 "leave one of them out"
             )
-        if self.selector is not None:
-            raise UsageError("projector keeps latents, among which no selector chooses yet")
+        for name, given, plain in (
+            ("once", self.once, False),
+            ("head_shares", self.head_shares, None),
+            ("positions", self.positions, "original"),
+        ):
+            if given != plain:
+                raise UsageError(f"{name} has no effect on latents, which all heads share")
+        if self.needs_mass or self.needs_segments:
+            raise UsageError(
+                f"selector {type(self.selector).__name__} needs more than keys and queries, which "
+                "is all that is known of latents: take snapkv, rkv, streaming or random"
+            )
 
     def _check_matching(self, codecs: list[KVCodec]) -> None:
         if self.share_of not in ("read", "held", "longest"):

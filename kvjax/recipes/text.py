@@ -37,6 +37,7 @@ SELECTORS: dict[str, type[Selector]] = {
 """Selectors by the name that ``--selector`` takes."""
 LATENT_FIELDS = {"adapter", "tau", "rate", "blocks"}
 """Arguments of method "dynakv" that no other method has."""
+_SELECTING = {"budget", "sinks", "recent", "protect_prompt", "every", "share_of", "skip_layers"}
 COMPACTORS = {
     "none": None,
     "matching": AttentionMatching(),
@@ -80,6 +81,10 @@ def parse(method: str, **given: Any) -> Recipe:
         return METHODS[method](**fields)
     if method in ("full", "uniform", "kivi", "dynakv") and fields.get("compactor") is not None:
         raise UsageError(f"compactor has no effect with method {method}, which evicts nothing")
+    if method == "dynakv":
+        if "selector" not in fields and (unused := sorted(_SELECTING & set(fields))):
+            raise UsageError(f"{unused[0]} has no effect with method dynakv without a selector")
+        return METHODS[method](**fields)
     selector = fields.pop("selector", None)
     if method == "full" and (unused := set(fields) - {"page_size"}):
         raise UsageError(f"{min(unused)} has no effect with method full")

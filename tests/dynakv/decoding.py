@@ -1,5 +1,6 @@
 """Adapters on disk, and given tokens through the cache that their recipes make."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.cache import KVCache, plan
+from kvjax.cache import KVCache, Plan, plan
 from kvjax.decoding import prefill_chunk
 from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import empty_cache
@@ -15,9 +16,11 @@ from kvjax.decoding.forced import force_chunk
 from kvjax.decoding.maintain import maintain
 from kvjax.dynakv.adapter import Adapter, save_adapter
 from kvjax.dynakv.spectrum import Spectra
-from tests.dynakv.tiny import fitted, perturbed, tiny
+from tests.dynakv.tiny import WIDTH, fitted, perturbed, tiny
 
 PAGE, BLOCKS, BUCKET, TICK = 8, 4, 32, 16
+OPTIONS = {"blocks": BLOCKS, "page_size": PAGE}
+BLOCK = WIDTH // BLOCKS
 PROMPTS, TOTAL = (50, 37), 80  # tokens of each row's prompt, in two pieces, and of every row
 
 
@@ -27,18 +30,30 @@ def spectra(family: str = "llama", layers: int = 2, **settings) -> Spectra:
     return perturbed(fitted(tiny(family, layers), tilt=0.0, **settings), gate=1.5)
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Tokens through the cache of a recipe."""
+
+    lm: kvjax.LanguageModel
+    spectra: Spectra
+    recipe: kvjax.recipes.Recipe
+    ids: np.ndarray
+    logits: np.ndarray
+    cache: KVCache
+
+
 def saved(folder: pathlib.Path, found: Spectra, lm: kvjax.LanguageModel, **measured) -> str:
     save_adapter(Adapter(found, lm.fingerprint, lm.source, {}, measured), folder)
     return str(folder)
 
 
-def planned(lm: kvjax.LanguageModel, recipe: kvjax.recipes.Recipe, rows: int = len(PROMPTS)):
+def planned(lm, recipe, rows: int = len(PROMPTS), prompt: int = max(PROMPTS)) -> Plan:
     return plan(
         lm.config,
         recipe,
         batch_size=rows,
-        prompt_tokens=max(PROMPTS),
-        max_new_tokens=TOTAL - max(PROMPTS),
+        prompt_tokens=prompt,
+        max_new_tokens=max(TOTAL - prompt, 1),
         dtype=lm.dtype,
         parameter_bytes=0,
     )

@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import KVCache, held_latents
+from kvjax.cache import held_latents
 from kvjax.dynakv import cached
 from kvjax.dynakv.adapter import Adapter, save_adapter
-from kvjax.dynakv.spectrum import Spectra
 from kvjax.errors import UsageError
 from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.read import plain_keys
-from tests.dynakv.decoding import BLOCKS, PAGE, PROMPTS, TOTAL, forced, planned, saved, spectra
+from tests.dynakv.decoding import (
+    BLOCK,
+    BLOCKS,
+    OPTIONS,
+    PAGE,
+    PROMPTS,
+    TOTAL,
+    forced,
+    planned,
+    saved,
+    spectra,
+)
 from tests.dynakv.tiny import WIDTH, fitted, perturbed, run, tiny, tokens, with_settings
-
-BLOCK = WIDTH // BLOCKS
-OPTIONS = {"blocks": BLOCKS, "page_size": PAGE}
 
 
 def masked(lm, found, ids, block: int = BLOCK):
@@ -32,27 +39,6 @@ def agree(found: np.ndarray, wanted: np.ndarray, tolerance: float = 1e-4) -> Non
     there = ~np.isnan(found).any(-1)
     assert there.sum() == sum(TOTAL - prompt + 1 for prompt in PROMPTS)
     np.testing.assert_allclose(found[there], wanted[there], atol=tolerance, rtol=tolerance)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Tokens through the cache of a recipe."""
-
-    lm: kvjax.LanguageModel
-    spectra: Spectra
-    recipe: kvjax.recipes.Recipe
-    ids: np.ndarray
-    logits: np.ndarray
-    cache: KVCache
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Run:
-    """One run that several tests look at."""
-    lm, found = tiny("llama", 2), spectra()
-    ids = tokens(lm, (2, TOTAL))
-    recipe = kvjax.recipes.dynakv(saved(tmp_path_factory.mktemp("a"), found, lm), **OPTIONS)
-    return Run(lm, found, recipe, ids, *forced(lm, recipe, ids))
 
 
 def test_step_by_step_and_in_pieces_equals_the_mask(plain):
