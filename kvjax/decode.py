@@ -13,11 +13,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config, actions, interrupts) -> int:
+    from kvjax.command.explain import explain
     from kvjax.command.plan import show_plan
     from kvjax.command.run import run
 
     if "plan" in actions:
         return show_plan(config)
+    if config.explain is not None:
+        return explain(config)
     return run(config, interrupts, getattr(actions, "config", None))
 
 

@@ -29,6 +29,12 @@ class DecodeConfig:
         "- reads standard input",
         group="prompt",
     )
+    explain: str | None = option(
+        None,
+        "dynakv: no answer, but a picture of the rank that each token of this text is kept at in "
+        "every layer; --trace draws it too",
+        group="prompt",
+    )
     output: str | None = option(None, "file for the answers instead of standard output", "-o")
     format: Literal["text", "json", "jsonl"] | None = option(
         None, "default: text, or jsonl with --prompts; json is a list with --prompts"
@@ -256,6 +262,10 @@ class DecodeConfig:
             raise UsageError("--stop must not be empty")
         if self.system_prompt is not None and not self.chat_template:
             raise UsageError("--system-prompt needs the chat template: drop --no-chat-template")
+        if self.explain is not None:
+            given = {"output": self.output, "format": self.format, "compare": self.compare}
+            if unused := next((name for name, value in given.items() if value), None):
+                raise UsageError(f"--{unused} is for answers: leave it out with --explain")
         if self.compare_text and not self.compare:
             raise UsageError("--compare-text is for comparing: pass --compare full as well")
         if self.trace and pathlib.Path(self.trace).suffix != ".png":
