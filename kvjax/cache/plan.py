@@ -282,11 +282,8 @@ def _layer(
         held = tokens if window is None else min(tokens, window)
         pages = math.ceil(held / recipe.page_size)
         return LayerGeometry((ClassGeometry(kv_codec("bf16"), recipe.page_size, pages),))
-    recent = recipe.window + recipe.tick + together - 1
-    if recipe.segmenter is not None and recipe.segmenter.covers == "past":
-        recent += recipe.segmenter.every
     first = ClassGeometry(
-        kv_codec("bf16"), RECENT_PAGE, math.ceil(recent / RECENT_PAGE), recipe.needs_mass
+        kv_codec("bf16"), RECENT_PAGE, _recent_pages(recipe, together), recipe.needs_mass
     )
     page = recipe.page_size
     sharing = max(codec.group for codec in policy.classes)
@@ -309,6 +306,14 @@ def _layer(
     return LayerGeometry((first, *rest), policy.queries)
 
 
+def _recent_pages(recipe: Recipe, together: int) -> int:
+    """Pages of recent tokens, if so many leave the recent window together."""
+    recent = recipe.window + recipe.tick + together - 1
+    if recipe.segmenter is not None and recipe.segmenter.covers == "past":
+        recent += recipe.segmenter.every
+    return math.ceil(recent / RECENT_PAGE)
+
+
 def _latent_layer(
     recipe: Recipe, policy: Policy, config: ModelConfig, index: int, tokens: int, prompt: int
 ) -> LayerGeometry:
@@ -318,9 +323,9 @@ def _latent_layer(
     are fewer, and shared by the blocks of a row, those of keys and of values alike.
     """
     width = config.num_kv_heads * config.head_dim
-    recent = math.ceil((recipe.window + recipe.tick) / RECENT_PAGE)
+    recent = _recent_pages(recipe, 1)
     first = ClassGeometry(kv_codec("bf16"), RECENT_PAGE, recent, latent=width)
-    held = _held(recipe, policy, config.windows[index], tokens, prompt)
+    [held] = _sizes(recipe, policy, config.windows[index], tokens, prompt)
     pages = math.ceil(held / recipe.page_size)
     blocks = recipe.projector.blocks
     most = 2 * (blocks - 1)
@@ -331,6 +336,7 @@ def _latent_layer(
         codec,
         recipe.page_size,
         pages,
+        levels=recipe.retention is not None and policy.keeps == "budget",
         pages_per_row=2 * pages + shared,
         latent=width // blocks,
     )

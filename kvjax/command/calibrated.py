@@ -73,7 +73,7 @@ def check_adapter(recipe: Recipe, config: DecodeConfig) -> None:
 
 def _precision(config: DecodeConfig) -> dict[str, tuple[str, str, str]]:
     """Codecs by thought, where they were those of a single kind by default."""
-    if config.kv_bits is not None:
+    if config.kv_bits is not None or config.adapter is not None:
         return {}
     return {"thought_codecs": thinkv(segmenter=Given("RET"), paper=config.paper).thought_codecs}
 

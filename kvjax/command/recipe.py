@@ -190,16 +190,16 @@ def _first(config: DecodeConfig, names: Iterable[str]) -> str | None:
 
 
 def _check_used(config: DecodeConfig, method: str) -> None:
-    if method != "dynakv" and (given := _first(config, _LATENTS)):
-        raise UsageError(f"{given} is for method dynakv: drop it, or pass --method dynakv")
+    if method not in ("dynakv", "thinkv") and (given := _first(config, _LATENTS)):
+        raise UsageError(f"{given} is for methods dynakv and thinkv: drop it, or pass one of them")
     if method == "dynakv" and config.adapter is None:
         raise UsageError(
             "--method dynakv needs --adapter DIR, which python -m kvjax.train_dynakv writes"
         )
-    if method == "dynakv" and config.prompt_bits is not None:
+    if config.adapter is not None and config.prompt_bits is not None:
         raise UsageError(
-            f"--prompt-bits {config.prompt_bits} has no effect with method dynakv: drop it, or "
-            "pass --kv-bits"
+            f"--prompt-bits {config.prompt_bits} has no effect with --adapter: drop it, or pass "
+            "--kv-bits"
         )
     if method == "thinkv":
         without = (

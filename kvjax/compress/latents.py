@@ -7,7 +7,7 @@ from kvjax.cache.cache import LayerCache
 from kvjax.compress.context import Context
 from kvjax.compress.keep import keep_mask, protected
 from kvjax.compress.selection import Rows, queries_of
-from kvjax.dynakv.cached import find_tokens, read_tokens, rebuilt
+from kvjax.dynakv.cached import held_keys, rebuilt
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 
@@ -34,12 +34,11 @@ def latent_selection(
         keep: where there is one.
     """
     pool, table = layer.pools[1], layer.tables[1]
-    tokens = find_tokens(pool, table, layer.span)
-    held = read_tokens(pool, table, tokens, tokens.pos)
-    every = jnp.concatenate([held.astype(latent.dtype), latent.swapaxes(1, 2)], 1)
-    live = jnp.concatenate([tokens.pos >= 0, keep[:, 0]], 1)
-    pos = jnp.concatenate([tokens.pos, pos], 1)
-    k, _ = rebuilt(layer.spectra, every, pos, config)
+    held, at = held_keys(layer, 1, config)
+    new, _ = rebuilt(layer.spectra, latent.swapaxes(1, 2), pos, config)
+    k = jnp.concatenate([held, new.swapaxes(1, 2)], 2)
+    live = jnp.concatenate([at >= 0, keep[:, 0]], 1)
+    pos = jnp.concatenate([at, pos], 1)
     heads = (len(pos), config.num_kv_heads, pos.shape[1])
     ctx = Context(
         bias=jnp.broadcast_to(jnp.where(live, 0.0, -jnp.inf)[:, None], heads),
@@ -47,7 +46,7 @@ def latent_selection(
         length=rows.length,
         prompt=rows.prompt,
         seed=rows.seed,
-        k=k.swapaxes(1, 2).astype(latent.dtype),
+        k=k.astype(latent.dtype),
         **queries_of(layer, rows),
         layer=jnp.asarray(index, jnp.int32),
         scale=config.scale,
@@ -64,4 +63,4 @@ def latent_selection(
     stays = jnp.zeros((len(pos), layer.span), bool).at[row, where].set(True, mode="drop")
     slots = jnp.maximum(pool.pos[table], 0).reshape(len(pos), -1)
     kept = jnp.take_along_axis(stays, slots, 1).reshape(*table.shape, pool.page_size)
-    return [kept], keep & stay[:, None, tokens.pos.shape[1] :]
+    return [kept], keep & stay[:, None, at.shape[1] :]

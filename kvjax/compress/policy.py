@@ -87,7 +87,8 @@ def policies(recipe: Recipe, config: ModelConfig) -> tuple[Policy, ...]:
             found.append(split)
             continue
         if recipe.projector is not None:
-            found.append(Policy((codec,), keeps, queries=recipe.needs_queries, config=config))
+            queries = max(recipe.needs_queries, int(layer in sampled))
+            found.append(Policy((codec,), keeps, queries=queries, config=config))
             continue
         specs = [
             recipe.prompt_codec or recipe.codec,

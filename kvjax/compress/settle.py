@@ -90,10 +90,12 @@ def settle(
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
         layer = _evict(layer, kept)
-    elif select and policy.keeps == "budget" and layer.spectra is not None:
+    elif not select or policy.keeps != "budget" or recipe.selector is None:
+        pass
+    elif layer.spectra is not None:
         kept, keep = latent_selection(layer, index, recipe, policy.config, rows, pos, k, keep)
         layer = _evict(layer, kept)
-    elif select and policy.keeps == "budget" and recipe.selector is not None:
+    else:
         there = Candidates(pos, k, v, keep, mass, into, leaves)
         kept, keep, change = selection(
             layer, index, recipe, scale, rows, there, policy.budgets, asked

@@ -73,7 +73,9 @@ class Batch:
                 )
                 text += row.end("error", self.numerical_error)
             self._log[i].crowded = int(crowded[i])
-            full = crowded[i] and self._options.recipe.when_full == "end"
+            recipe = self._options.recipe
+            # Of latents, what finds no slot are single blocks, and the answer goes on.
+            full = crowded[i] and recipe.when_full == "end" and recipe.projector is None
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:

@@ -128,7 +128,7 @@ def _tell_thoughts(
         _sparsity(
             cache.layers[layer],
             cache.length,
-            scale=config.scale,
+            config=config,
             corrected=recipe.segmenter.corrected,
         )
         for layer in recipe.segmenter.layers
@@ -139,9 +139,9 @@ def _tell_thoughts(
     return dataclasses.replace(state, cache=dataclasses.replace(cache, thoughts=thoughts))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "corrected"))
-def _sparsity(layer: LayerCache, length, *, scale: float, corrected: bool):
-    return last_sparsity(layer, scale, length, corrected)
+@functools.partial(jax.jit, static_argnames=("config", "corrected"))
+def _sparsity(layer: LayerCache, length, *, config: ModelConfig, corrected: bool):
+    return last_sparsity(layer, config.scale, length, corrected, config)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe",))
@@ -245,7 +245,7 @@ def _settle(
     )
     if closing:
         layer = settle_levels(
-            layer, index, recipe.retention, segments, scale, rows.length, rows.seed
+            layer, index, recipe.retention, segments, scale, rows.length, rows.seed, policy.config
         )
     if demoting:
         layer = retire(

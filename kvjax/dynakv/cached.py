@@ -140,20 +140,37 @@ def find_tokens(pool: KVPages, table: Int[Array, "B N P"], span: int) -> Tokens:
     return Tokens(pos[:, 0], slot)
 
 
+def places(
+    pool: KVPages, table: Int[Array, "B N P"], tokens: Tokens, pos: Int[Array, "B T"]
+) -> tuple[Int[Array, "B N T"], Int[Array, "B N T"]]:
+    """Page and slot of every block of the tokens at some positions; the scratch page for none."""
+    at = jnp.broadcast_to(jnp.maximum(pos, 0)[:, None], (*table.shape[:2], pos.shape[1]))
+    slot = jnp.where((pos >= 0)[:, None], jnp.take_along_axis(tokens.slot, at, 2), -1)
+    place = jnp.maximum(slot, 0)
+    pages = jnp.take_along_axis(table, place // pool.page_size, 2)
+    return jnp.where(slot < 0, SCRATCH_PAGE, pages), place % pool.page_size
+
+
 def read_tokens(
     pool: KVPages, table: Int[Array, "B N P"], tokens: Tokens, pos: Int[Array, "B T"]
 ) -> Float[Array, "B T 2 d"]:
     """Float32 latents of the tokens at some positions, zero where there is none."""
     rows, lines, _ = table.shape
-    at = jnp.broadcast_to(jnp.maximum(pos, 0)[:, None], (rows, lines, pos.shape[1]))
-    slot = jnp.where((pos >= 0)[:, None], jnp.take_along_axis(tokens.slot, at, 2), -1)
-    place = jnp.maximum(slot, 0)
-    pages = jnp.take_along_axis(table, place // pool.page_size, 2)
-    pages = jnp.where(slot < 0, SCRATCH_PAGE, pages)
-    parts = plain_slot_keys(pool, pages, place % pool.page_size, jnp.float32)
-    parts = jnp.where((slot >= 0)[..., None], parts, 0)
+    pages, slots = places(pool, table, tokens, pos)
+    parts = plain_slot_keys(pool, pages, slots, jnp.float32)
+    parts = jnp.where((pages != SCRATCH_PAGE)[..., None], parts, 0)
     parts = parts.reshape(rows, lines // 2, 2, pos.shape[1], -1)
     return jnp.moveaxis(parts, 1, 3).swapaxes(1, 2).reshape(rows, pos.shape[1], 2, -1)
+
+
+def held_keys(
+    layer: LayerCache, index: int, config: ModelConfig
+) -> tuple[Float[Array, "B Hkv S D"], Int[Array, "B S"]]:
+    """Rotated float32 keys of all tokens that a class holds, and their positions; -1: none."""
+    pool, table = layer.pools[index], layer.tables[index]
+    tokens = find_tokens(pool, table, layer.span)
+    latent = read_tokens(pool, table, tokens, tokens.pos)
+    return rebuilt(layer.spectra, latent, tokens.pos, config)[0].swapaxes(1, 2), tokens.pos
 
 
 def attend_history(

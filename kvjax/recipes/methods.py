@@ -23,6 +23,8 @@ from kvjax.thoughts.calibration import Calibration, by_sparsity
 
 DECODING_BUDGET = 1024
 """Tokens a KV head of the recipes that evict, unless one is given."""
+LATENT_PAGE = 16
+"""Slots of a page of latents: the more blocks, the more pages are not full."""
 
 
 def full(page_size: int = 64) -> Recipe:
@@ -61,7 +63,7 @@ def dynakv(
         UsageError: the adapter cannot be read or decoded with, or options that cannot work.
     """
     projector = Projector.load(adapter, tau=tau, rate=rate, blocks=blocks)
-    own = {"when_full": "next", "page_size": 16}
+    own = {"page_size": LATENT_PAGE}
     if selector is not None:
         own |= {"selector": selector, "budget": DECODING_BUDGET, "every": 0}
     return Recipe("dynakv", projector=projector, **own | options)
@@ -145,7 +147,8 @@ def thinkv(
         paper: the paper's own choices where ours differ: NVFP4 and ternary codes in groups, which
             keep their slots until the whole group has gone, the prompt as it was made, thresholds
             as they were calibrated, and one set of tokens for all heads.
-        **options: other fields of ``Recipe``.
+        **options: other fields of ``Recipe``. With a ``projector`` latents are kept, in one codec,
+            and one set of tokens for all heads.
 
     Raises:
         UsageError: a calibration and a segmenter, or options that cannot work.
@@ -157,6 +160,9 @@ def thinkv(
     few = ("nvfp4", "nvfp4", "ternary") if paper else ("int4", "int4", "int2")
     codecs = few if segmenter is not None else few[:1] * 3
     given = {"codec": "int4", "prompt_codec": "bf16" if paper else "int8"} | options
+    if options.get("projector") is not None:  # one codec, and one set of tokens for all heads
+        codecs = None
+        given = {"codec": "int4", "page_size": LATENT_PAGE} | options
     return Recipe(
         "thinkv",
         thought_codecs=thought_codecs or codecs,

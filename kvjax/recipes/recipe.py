@@ -179,10 +179,13 @@ class Recipe:
                     f"codec {codec.name} is not for latents, which have no values and one scale a "
                     "slot: take bf16, int8, fp8, int4 or int2"
                 )
-        if self.segmenter is not None or self.compactor is not None:
+        if self.compactor is not None:
+            raise UsageError("compactor changes values, which there are none of among latents")
+        if self.retention is not None and not self.retention.forget:
+            raise UsageError("forget has no effect on latents: an evicted one is gone")
+        if self.thought_codecs is not None:
             raise UsageError(
-                "projector keeps latents, which neither thoughts nor a compactor can work on: "
-                "leave one of them out"
+                "thought_codecs have no effect on latents, which have one codec a layer: give codec"
             )
         for name, given, plain in (
             ("once", self.once, False),

@@ -17,6 +17,7 @@ from kvjax.compress.selectors import (
     SnapKV,
     Streaming,
 )
+from kvjax.dynakv.projector import Projector
 from kvjax.errors import UsageError
 from kvjax.matching import AttentionMatching
 from kvjax.recipes.methods import METHODS
@@ -72,8 +73,10 @@ def parse(method: str, **given: Any) -> Recipe:
         raise UsageError(
             "adapter is needed with method dynakv: a folder that python -m kvjax.train_dynakv wrote"
         )
-    if method != "dynakv" and (unused := sorted(LATENT_FIELDS & set(fields))):
+    if method not in ("dynakv", "thinkv") and (unused := sorted(LATENT_FIELDS & set(fields))):
         raise UsageError(f"{unused[0]} has no effect with method {method}: it is for dynakv")
+    if method == "thinkv" and LATENT_FIELDS & set(fields):
+        fields = _with_projector(fields)
     for name, read in _READERS.items():
         if isinstance(fields.get(name), str):
             fields[name] = read(fields[name])
@@ -94,6 +97,19 @@ def parse(method: str, **given: Any) -> Recipe:
     if recipe.selector is None:
         raise UsageError(f"selector has no effect with method {method}, which evicts nothing")
     return dataclasses.replace(recipe, selector=selector)
+
+
+def _with_projector(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of method thinkv whose latents are to be kept."""
+    own = {name: fields[name] for name in LATENT_FIELDS & set(fields)}
+    if "adapter" not in own:
+        raise UsageError(f"{min(own)} has no effect without an adapter")
+    rest = {name: value for name, value in fields.items() if name not in own}
+    if (codecs := rest.pop("thought_codecs", None)) is not None:
+        if len(set(codecs)) > 1:
+            raise UsageError("codec must be one for all thoughts where latents are kept")
+        rest["codec"] = codecs[0]
+    return rest | {"projector": Projector.load(own.pop("adapter"), **own)}
 
 
 def as_dict(recipe: Recipe) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from kvjax.cache.cache import LayerCache, query_positions
 from kvjax.cache.slots import evict, replace_class
 from kvjax.compress.attention import group_attention
 from kvjax.compress.context import Context
+from kvjax.dynakv.cached import held_keys
 from kvjax.matching import AttentionMatching
+from kvjax.models.config import ModelConfig
 from kvjax.thoughts.inherit import inherit
+from kvjax.thoughts.latents import segment_levels
 from kvjax.thoughts.retention import Retention, survivals
 from kvjax.thoughts.sparsity import NEGLIGIBLE
 from kvjax.thoughts.state import Thoughts
@@ -20,7 +23,11 @@ from pallas_kernels.read import plain_keys, plain_slot_keys
 
 
 def last_sparsity(
-    layer: LayerCache, scale: float, length: Int[Array, " B"], corrected: bool
+    layer: LayerCache,
+    scale: float,
+    length: Int[Array, " B"],
+    corrected: bool,
+    config: ModelConfig | None = None,
 ) -> Float[Array, " B"]:
     """Share of the tokens that each row's last token hardly attends to.
 
@@ -32,25 +39,35 @@ def last_sparsity(
         layer: of a layer that keeps queries.
         length: tokens read; the last one's query is looked at.
         corrected: whether evicted tokens count, as tokens with too small a weight.
+        config: the model's, where latents are rebuilt.
     """
     rows, count, heads, dim = layer.queries.shape
     last = jnp.maximum(length - 1, 0) % count
     q = jnp.take_along_axis(layer.queries, last[:, None, None, None], 1)[:, 0]
     logits, pos = [], []
-    for pool, table in zip(layer.pools, layer.tables, strict=True):
-        kv_heads = table.shape[1]
-        k = plain_keys(pool, table, jnp.float32).reshape(rows, kv_heads, -1, dim)
-        grouped = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, dim)
+    for c in range(len(layer.pools)):
+        k, bias, at = _keys_of(layer, c, config)
+        grouped = q.astype(jnp.float32).reshape(rows, k.shape[1], heads // k.shape[1], dim)
         dots = einsum_float32("bhgd,bhsd->bhgs", grouped, k).max(2) * scale
-        bias = pool.bias[table].reshape(dots.shape)
-        live = (bias > -jnp.inf) & (pool.pos[table] >= 0).reshape(bias.shape)
+        live = (bias > -jnp.inf) & (at >= 0)
         logits.append(jnp.where(live, dots + bias, -jnp.inf))
-        pos.append(jnp.where(live, pool.pos[table].reshape(dots.shape), jnp.iinfo(jnp.int32).max))
+        pos.append(jnp.where(live, at, jnp.iinfo(jnp.int32).max))
     logit, where = jnp.concatenate(logits, -1), jnp.concatenate(pos, -1)
     top = logit.max(-1, keepdims=True)
     weight = jnp.exp(logit - jnp.where(top > -jnp.inf, top, 0))
     weight /= jnp.maximum(weight.sum(-1, keepdims=True), 1e-30) * logit.shape[1]
     return _share_below(weight.reshape(rows, -1), where.reshape(rows, -1), length, corrected)
+
+
+def _keys_of(layer: LayerCache, c: int, config: ModelConfig | None):
+    """Float32 keys of a class [B, Hkv, S, D], and biases and positions of its slots."""
+    if layer.spectra is not None:
+        k, at = held_keys(layer, c, config)
+        at = jnp.broadcast_to(at[:, None], k.shape[:3])
+        return k, jnp.zeros(at.shape, jnp.float32), at
+    pool, table = layer.pools[c], layer.tables[c]
+    k = plain_keys(pool, table, jnp.float32).reshape(*table.shape[:2], -1, layer.queries.shape[3])
+    return k, pool.bias[table].reshape(k.shape[:3]), pool.pos[table].reshape(k.shape[:3])
 
 
 def _share_below(
@@ -101,12 +118,24 @@ def settle_levels(
     scale: float,
     length: Int[Array, " B"],
     seed: Int[Array, ""],
+    config: ModelConfig | None = None,
 ) -> LayerCache:
-    """Find out for every token of the segments that close how many demotions it survives."""
+    """Find out for every token of the segments that close how many demotions it survives.
+
+    Args:
+        config: the model's, where latents are rebuilt.
+    """
     start = segments.prompt + segments.closes * segments.every
     offset = jnp.arange(segments.every, dtype=jnp.int32)[None]
     pos = start[:, None] + offset  # [B, T]
     closes = segments.closes >= 0
+    if layer.spectra is not None:
+
+        def asked(keys):
+            return _asked(layer, keys, pos, scale, length)
+
+        own = jnp.where(closes[:, None], pos, -1)
+        return segment_levels(layer, config, index, retention, own, asked, seed)
     keys, places = None, {}
     for c, pool in enumerate(layer.pools):
         if pool.level is None:

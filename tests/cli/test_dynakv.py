@@ -96,8 +96,8 @@ def test_shades_say_how_much_is_kept():
     [
         ("--method dynakv", "--method dynakv needs --adapter DIR"),
         ("--method dynakv --adapter none", "--adapter: none: cannot read adapter.json"),
-        ("--adapter {}", "is for method dynakv: drop it, or pass --method dynakv"),
-        ("--method h2o --tau 0.2", "--tau 0.2 is for method dynakv"),
+        ("--adapter {}", "is for methods dynakv and thinkv: drop it, or pass one of them"),
+        ("--method h2o --tau 0.2", "--tau 0.2 is for methods dynakv and thinkv"),
         ("--method dynakv --adapter {} --tau 1", "--tau must be from 0 to below 1, got 1.0"),
         ("--method dynakv --adapter {} --latent-blocks 5", "--latent-blocks must divide the 16"),
         ("--method dynakv --adapter {} --kv-bits kivi2", "--kv-bits kivi2 is not for latents"),

@@ -47,13 +47,15 @@ def saved(folder: pathlib.Path, found: Spectra, lm: kvjax.LanguageModel, **measu
     return str(folder)
 
 
-def planned(lm, recipe, rows: int = len(PROMPTS), prompt: int = max(PROMPTS)) -> Plan:
+def planned(
+    lm, recipe, rows: int = len(PROMPTS), prompt: int = max(PROMPTS), total: int = TOTAL
+) -> Plan:
     return plan(
         lm.config,
         recipe,
         batch_size=rows,
         prompt_tokens=prompt,
-        max_new_tokens=max(TOTAL - prompt, 1),
+        max_new_tokens=max(total - prompt, 1),
         dtype=lm.dtype,
         parameter_bytes=0,
     )
@@ -65,7 +67,7 @@ def forced(lm, recipe, ids: np.ndarray, prompts=PROMPTS) -> tuple[np.ndarray, KV
     Prompts are read in two pieces, of which the shorter row has a part in the first alone.
     """
     rows = len(ids)
-    cache = empty_cache(lm, planned(lm, recipe, rows).geometry)
+    cache = empty_cache(lm, planned(lm, recipe, rows, total=ids.shape[1]).geometry)
     found = np.full((*ids.shape, lm.config.vocab_size), np.nan, np.float32)
     logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
     start = np.zeros(rows, np.int32)
