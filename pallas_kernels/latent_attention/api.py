@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.latent_attention.layout import Basis, Rotary, blocks_of
+from pallas_kernels.latent_attention.triton import latent_attention_triton, unsupported
 from pallas_kernels.latent_attention.xla import latent_attention_xla
 from pallas_kernels.layout import KVPages
 
@@ -46,7 +48,8 @@ def latent_attention(
         q_pos: logical position of each row's query; needed with ``window`` alone.
         window: if given, only tokens with ``q_pos - pos < window`` are seen.
         sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
-        implementation: a backend by name, which fails loudly where it cannot run.
+        implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
+            the kernels on NVIDIA GPUs where they can run, and XLA otherwise.
 
     Returns:
         The float32 output, zero for a row without tokens, and the float32 log-sum-exp of its
@@ -59,10 +62,22 @@ def latent_attention(
     _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks)
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
+    arguments = q, tuple(pools), tuple(tables), keys, values, rotary
+    arrays = {"q_pos": q_pos, "sinks": sinks}
+
+    def backend(function):
+        def call(*arguments):
+            *arguments, arrays = arguments
+            return function(*arguments, scale=scale, span=span, window=window, **arrays)
+
+        return call
+
+    triton, xla = backend(latent_attention_triton), backend(latent_attention_xla)
     if implementation == "triton":
-        raise NotImplementedError("triton latent_attention: latents are read by XLA alone")
-    options = {"scale": scale, "span": span, "q_pos": q_pos, "window": window, "sinks": sinks}
-    return latent_attention_xla(q, tuple(pools), tuple(tables), keys, values, rotary, **options)
+        return triton(*arguments, arrays)
+    if implementation == "xla" or unsupported(q, arguments[1]):
+        return xla(*arguments, arrays)
+    return jax.lax.platform_dependent(*arguments, arrays, cuda=triton, default=xla)
 
 
 def _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks) -> None:

@@ -7,6 +7,8 @@ block are rebuilt at once. Values are not rebuilt at all: their components are w
 and the sum is.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -36,6 +38,33 @@ def latent_attention_xla(
     sinks: Float[Array, " Hq"] | None = None,
 ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
     """See ``pallas_kernels.latent_attention``."""
+    given = {"scale": scale, "span": span, "q_pos": q_pos, "window": window, "sinks": sinks}
+    arguments = q, pools, tables, keys, values, rotary
+    return attend_by_position(*arguments, add_logits=_add_logits, weighted=_weighted, **given)
+
+
+def attend_by_position(
+    q: Float[Array, "B Hq D"],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    keys: Basis,
+    values: Basis,
+    rotary: Rotary,
+    *,
+    add_logits: Callable[..., Array],
+    weighted: Callable[..., Array],
+    scale: float,
+    span: int,
+    q_pos: Int[Array, " B"] | None,
+    window: int | None,
+    sinks: Float[Array, " Hq"] | None,
+) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq"]]:
+    """What both backends do around reading a pool.
+
+    Args:
+        add_logits: adds ``q . k`` of a pool's blocks to logits by position, float32 [B, Hq, span].
+        weighted: sums a pool's components of values by weights by position: float32 [B, Hq, d].
+    """
     rows, heads, dim = q.shape
     width = len(keys.back)
     grouped = q.astype(jnp.float32).reshape(rows, width // dim, -1, dim)
@@ -43,7 +72,7 @@ def latent_attention_xla(
     logits = jnp.zeros((rows, heads, span), jnp.float32)
     live = jnp.zeros((rows, span), bool)
     for pool, table in zip(pools, tables, strict=True):
-        logits = _add_logits(logits, grouped, pool, table, keys, rotary)
+        logits = add_logits(logits, grouped, pool, table, keys, rotary)
         live = _mark(live, pool.pos[table[:, 0]].reshape(rows, -1))
     if window is not None:
         live &= q_pos[:, None] - jnp.arange(span, dtype=jnp.int32)[None] < window
@@ -51,7 +80,7 @@ def latent_attention_xla(
 
     sums = jnp.zeros((rows, heads, width), jnp.float32)
     for pool, table in zip(pools, tables, strict=True):
-        sums += _weighted(weights, pool, table, width)
+        sums += weighted(weights, pool, table, width)
     sums = sums.reshape(*grouped.shape[:3], width)
     back = values.back.reshape(width, -1, dim)
     out = einsum_float32("bhgd,dhe->bhge", sums, back).reshape(q.shape)
@@ -101,14 +130,14 @@ def _add_logits(logits, q, pool, table, keys: Basis, rotary: Rotary):
         first, second = jnp.split(k.reshape(*pos.shape, q.shape[1], -1), 2, -1)
         k = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
         dots = einsum_float32("bhgd,bshd->bhgs", q, k).reshape(*logits.shape[:2], -1)
-        return logits.at[_where(pos, logits)].add(
+        return logits.at[where(pos, logits)].add(
             dots.swapaxes(1, 2), mode="drop", unique_indices=True
         )
 
     return _over_pages(table, pool.page_size, visit, logits, side=0, count=count)
 
 
-def _where(pos: Int[Array, "B S"], by_position: Float[Array, "B H L"]):
+def where(pos: Int[Array, "B S"], by_position: Float[Array, "B H L"]):
     """Index of the slots' positions; free slots get one apiece that is not there."""
     rows, _, span = by_position.shape
     free = span + jnp.arange(pos.shape[1], dtype=jnp.int32)[None]

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import KVPages, paged_attention, write_slots
+from pallas_kernels import KVPages, latent_attention, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
+from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.uniform import encode_uniform
 
 pytestmark = pytest.mark.aot
@@ -102,3 +103,39 @@ def test_scales_are_rounded_before_they_are_used(h200):
         and types[i.operands[0]].startswith("f16")
     ]
     assert len(widened) >= 4, "one for each scale that is tried"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dim", "blocks"), [("float", 128, 8), ("int8", 128, 8), ("int4", 64, 4)], ids=str
+)
+def test_latent_attention(h200, fmt, dim, blocks):
+    """A launch for the blocks of keys and one for those of values, and no latent is gathered."""
+    width, page = HEADS * dim, 16
+    basis = Basis(array(width, width, dtype=jnp.float32))
+    packed = width // blocks // PER_BYTE.get(fmt, 1)
+    latents = KVPages(
+        array(PAGES, page, packed, dtype=jnp.bfloat16 if fmt == "float" else jnp.uint8),
+        array(PAGES, 0, page),
+        None,
+        array(PAGES, page, dtype=jnp.int32),
+        k_scale=None if fmt == "float" else array(PAGES, page, 1, dtype=jnp.float16),
+        k_format=fmt,
+    )
+
+    def attend(q, pages, table, basis, frequencies):
+        rotary = Rotary(frequencies)
+        return latent_attention(q, [pages], [table], basis, basis, rotary, scale=0.1, span=4096)
+
+    program = h200.compile(
+        jax.jit(attend),
+        array(ROWS, HEADS * 4, dim),
+        latents,
+        array(ROWS, 2 * blocks, 256, dtype=jnp.int32),
+        basis,
+        array(dim // 2, dtype=jnp.float32),
+    )
+    names = [launch.name for launch in program.launches]
+    for name in ("latent_logits", "latent_values"):
+        assert sum(launched.startswith(name) for launched in names) == 1, names
+    keys = ROWS * 4096 * width * 4
+    assert program.temporary < keys // 2

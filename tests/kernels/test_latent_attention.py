@@ -11,12 +11,19 @@ import pytest
 from pallas_kernels import latent_attention
 from pallas_kernels.latent_attention import xla
 from pallas_kernels.latent_attention.reference import latent_attention_reference
+from pallas_kernels.latent_attention.triton import latent_attention_triton
 from tests.kernels.latents import Case, expected, problem
 
 SCALE = 0.3
+STATIC = ("scale", "span", "window")
 IMPLEMENTATIONS = {
-    "reference": latent_attention_reference,
-    "xla": functools.partial(latent_attention, implementation="xla"),
+    "reference": jax.jit(latent_attention_reference, static_argnames=STATIC),
+    "xla": jax.jit(
+        functools.partial(latent_attention, implementation="xla"), static_argnames=STATIC
+    ),
+    "triton": jax.jit(
+        functools.partial(latent_attention_triton, interpret=True), static_argnames=STATIC
+    ),
 }
 CASES = {
     "plain": Case(),
@@ -101,6 +108,16 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments, _ = problem(Case(tokens=(3,)))
     with pytest.raises(ValueError, match=message):
         latent_attention(**arguments | {"scale": SCALE, "span": 64} | change)
+
+
+def test_codes_that_the_kernels_do_not_know_are_refused():
+    arguments, _ = problem(Case(tokens=(3,), blocks=(2,)))
+    (pool,) = arguments["pools"]
+    scale = jnp.zeros((*pool.pos.shape, 1), jnp.float16)
+    coded = dataclasses.replace(pool, k=pool.k.astype(jnp.uint8), k_scale=scale, k_format="fp8")
+    arguments["pools"] = (coded,)
+    with pytest.raises(NotImplementedError, match="no latents in codes of fp8"):
+        latent_attention(**arguments, scale=SCALE, span=64, implementation="triton")
 
 
 def test_slots_of_another_width_are_refused():

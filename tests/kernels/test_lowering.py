@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import KVPages, paged_attention, write_slots
+from pallas_kernels import KVPages, latent_attention, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
+from pallas_kernels.latent_attention.layout import Basis, Rotary
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
 GPUS = ["NVIDIA A100", "NVIDIA H200"]
@@ -121,6 +122,46 @@ def test_paged_attention_that_the_kernel_cannot_do(gpu):
     assert KERNEL not in attention(gpu, jnp.bfloat16, 64, 4, 64, 1, False, "xla")
     with pytest.raises(NotImplementedError, match="got 17"):
         attention(gpu, jnp.bfloat16, 64, 17, 64, 1, False, "triton")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "blocks", "fmt"),
+    [
+        (jnp.bfloat16, 128, 8, "float"),
+        (jnp.float32, 64, 4, "int8"),
+        (jnp.bfloat16, 64, 4, "int4"),
+    ],
+)
+def test_latent_attention(gpu, dtype, dim, blocks, fmt):
+    """Two launches a pool, one of them for keys, and no gather of latents."""
+    kv_heads, page, width = 3, 16, 3 * dim
+    basis = Basis(shape(width, width, dtype=jnp.float32), shape(width, dtype=jnp.float32))
+
+    def latents(count, fmt):
+        components, stored = width // count, jnp.uint8 if fmt != "float" else dtype
+        scale = None if fmt == "float" else shape(9, page, 1, dtype=jnp.float16)
+        k = shape(9, page, components // PER_BYTE.get(fmt, 1), dtype=stored)
+        pos = shape(9, page, dtype=jnp.int32)
+        return KVPages(k, shape(9, 0, page, dtype=dtype), None, pos, scale, k_format=fmt)
+
+    attend = functools.partial(latent_attention, scale=0.1, span=64, window=9)
+    text = lower(
+        gpu,
+        lambda *arguments: attend(*arguments[:-1], q_pos=arguments[-1]),
+        shape(2, kv_heads * 4, dim, dtype=dtype),
+        (latents(1, "float"), latents(blocks, fmt)),
+        (shape(2, 2, 2, dtype=jnp.int32), shape(2, 2 * blocks, 4, dtype=jnp.int32)),
+        basis,
+        basis,
+        Rotary(shape(dim // 2, dtype=jnp.float32), 1.1),
+        shape(2, dtype=jnp.int32),
+    )
+    assert text.count(KERNEL) == 4
+    assert "latent_logits" in text and "latent_values" in text
+    stored = "ui8" if fmt != "float" else {"bfloat16": "bf16", "float32": "f32"}[dtype.__name__]
+    gathers = [line for line in text.splitlines() if '"stablehlo.gather"' in line]
+    assert not any(f"x{width // blocks}x{stored}" in line for line in gathers)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
