@@ -52,7 +52,7 @@ def test_step_by_step_and_in_pieces_equals_the_mask(plain):
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", {"centre": "mean", "stored": "masked"}),
+        pytest.param("qwen3", {"centre": "mean", "stored": "masked"}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"inverse": "orthogonal"}, marks=pytest.mark.slow),
         pytest.param("qwen2", {"gate": "layer", "inverse": "free"}, marks=pytest.mark.slow),
         pytest.param("llama", {"tau": 0.5, "centre": "moment"}, marks=pytest.mark.slow),
@@ -126,7 +126,8 @@ def test_what_is_kept_of_a_token_does_not_depend_on_its_position(plain):
     np.testing.assert_array_equal(*seen)
 
 
-@pytest.mark.parametrize("codec", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_codes_of_latents(codec, plain):
     """Every block of a token has a scale of its own; fewer bits are further from none."""
     lm, recipe = plain.lm, dataclasses.replace(plain.recipe, codec=codec)
@@ -148,6 +149,7 @@ def test_codes_of_latents(codec, plain):
     assert slot["codes"] == {"int8": BLOCK, "int4": BLOCK / 2}[codec] and slot["scales"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_row_that_needs_more_than_its_room_keeps_every_first_block(tmp_path):
     """What finds no slot is counted, and another row is not touched by it."""
     lm, found = tiny("llama", 1), spectra(layers=1)

@@ -59,15 +59,16 @@ def with_selector(run: Run, budget: int) -> kvjax.recipes.Recipe:
 
 
 def read_prompt(run: Run, recipe: kvjax.recipes.Recipe):
-    """The layers of the cache after a prompt in one piece, and the tokens that left its window."""
-    lm, ids = run.lm, run.ids
-    geometry = planned(lm, recipe, prompt=TOTAL).geometry
-    padded = np.pad(ids, ((0, 0), (0, 128 - TOTAL)))
-    logits = jnp.zeros((len(ids), lm.config.vocab_size), jnp.float32)
-    count = np.full(len(ids), TOTAL, np.int32)
-    cache, _ = prefill_chunk(
-        lm.model, empty_cache(lm, geometry), logits, padded, count, recipe=recipe
-    )
+    """The layers of the cache after a prompt in two pieces, and the tokens that left its window.
+
+    The first piece is within the budget, so that the second evicts tokens that are stored.
+    """
+    lm, half = run.lm, TOTAL // 2
+    cache = empty_cache(lm, planned(lm, recipe, prompt=TOTAL).geometry)
+    logits = jnp.zeros((len(run.ids), lm.config.vocab_size), jnp.float32)
+    for piece in (run.ids[:, :half], run.ids[:, half:]):
+        padded, count = np.pad(piece, ((0, 0), (0, 64 - half))), np.full(len(piece), half, np.int32)
+        cache, logits = prefill_chunk(lm.model, cache, logits, padded, count, recipe=recipe)
     return cache.layers, np.asarray(cache.stored)
 
 
@@ -88,7 +89,7 @@ def test_one_set_of_tokens_stays_for_all_heads(plain):
         for line in range(2 * BLOCKS):
             whole = positions(ample[0], row, line)
             assert positions(layers[0], row, line) == whole & set(kept)
-            # Layer 1 saw all tokens of the chunk, and chose others.
+            # Layer 1 has keys of its own, and chose others.
             assert positions(layers[1], row, line) <= positions(layers[1], row, 0)
         for layer in ample:
             assert positions(layer, row, 0) == set(range(count))

@@ -45,6 +45,7 @@ def stored_keys(plain, ids) -> jax.Array:
     return found[0]
 
 
+@pytest.mark.slow
 def test_what_stays_of_a_segment_is_one_set_for_all_heads(plain):
     recipe, ids = thinkv(plain), tokens(plain.lm, (2, TOTAL), seed=6)
     roomy = dataclasses.replace(plain.lm.config, context_length=256)
@@ -76,6 +77,7 @@ def test_what_stays_of_a_segment_is_one_set_for_all_heads(plain):
     assert (counts[:, 0, 0] < TOTAL - EVERY).all()
 
 
+@pytest.mark.slow
 def test_sparsity_is_that_of_the_rebuilt_keys(plain):
     """Of all tokens, recent ones among them."""
     cache, lm = plain.cache, plain.lm
