@@ -23,6 +23,8 @@ TILE = 32
 """Slots that are read at once; a product takes 16 at least."""
 SHARE = 4
 """Tiles of values that a program adds up."""
+CHUNK = 64
+"""Stored components that are multiplied at once: a block of recent latents has all of them."""
 _FORMATS = ("float", "int8", "int4", "int2")
 
 
@@ -114,7 +116,7 @@ def _weighted(weights, pool, table, width: int, *, interpret: bool):
     given = {name: array for name, array in given.items() if array is not None}
     found = pl.pallas_call(
         functools.partial(_block_sums, fmt=pool.k_format, interpret=interpret),
-        grid=(rows, count, shares),
+        grid=(rows, count * pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2])), shares),
         in_specs=[jax.tree.map(lambda _: whole, given | {"weights": weights})],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((rows, count, shares, width // count, heads), jnp.float32),
@@ -136,23 +138,24 @@ def _slots(given, row, line, first):
     return pages, at % page, pos
 
 
-def _components(given, pages, slots, pos, fmt):
-    """Tiles [slots, channels] of each plane of a block, and the first component of each plane."""
+def _chunk(stored: int) -> int:
+    return min(CHUNK, max(16, pl.next_power_of_2(stored)))
+
+
+def _components(given, pages, slots, pos, first, plane, fmt):
+    """A tile [slots, components] of a block: of one plane, from stored component ``first`` on."""
     stored = given["x"].shape[2]
-    channels = jnp.arange(max(16, pl.next_power_of_2(stored)))
+    channels = first + jnp.arange(_chunk(stored))
     there = (pos >= 0)[:, None] & (channels < stored)[None]
     at = given["x"].at[pages[:, None], slots[:, None], channels[None]]
     tile = plt.load(at, mask=there, other=0)
     if fmt == "float":
-        return [(0, channels, tile.astype(jnp.float32))]
+        return tile.astype(jnp.float32)
     scale = plt.load(given["scale"].at[pages, slots, 0 * slots], mask=pos >= 0, other=0)
-    scale = scale.astype(jnp.float32)[:, None]
-    planes, tiles = PER_BYTE[fmt], []
-    for plane in range(planes):
-        code = (tile >> (8 // planes * plane)) & (2 ** (8 // planes) - 1)
-        number = (code.astype(jnp.float32) - middle(fmt)) * scale
-        tiles.append((plane * stored, channels, jnp.where(there, number, 0.0)))
-    return tiles
+    bits = 8 // PER_BYTE[fmt]
+    code = (tile >> (bits * plane)) & (2**bits - 1)
+    number = (code.astype(jnp.float32) - middle(fmt)) * scale.astype(jnp.float32)[:, None]
+    return jnp.where(there, number, 0.0)
 
 
 def _product(a, b, interpret):
@@ -172,28 +175,44 @@ def _block_logits(given, out, *, fmt, factor, interpret):
 
     @pl.when(pages.max() != SCRATCH_PAGE)
     def _():
-        tiles = _components(given, pages, slots, pos, fmt)
-        size = given["x"].shape[2] * PER_BYTE.get(fmt, 1)
+        stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
         turn = plt.load(given["frequencies"].at[channels], mask=there, other=0)
         angles = pos.astype(jnp.float32)[:, None] * turn[None]
         cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
         def of_head(head, _):
-            def rebuilt(start):
-                """Half of the head's channels of the slots' keys, as far as this block goes."""
-                own = head * dim + start + channels
-                total = jnp.zeros((TILE, wide), jnp.float32)
-                for offset, parts, tile in tiles:
-                    line = block * size + offset + parts
-                    real = (parts < given["x"].shape[2])[:, None] & there[None]
-                    at_back = given["back"].at[line[:, None], own[None]]
-                    total += _product(tile, plt.load(at_back, mask=real, other=0), interpret)
-                if "mean" in given:  # once a token: with its first block
-                    mean = plt.load(given["mean"].at[own], mask=there, other=0)
-                    total += jnp.where(block == 0, mean, 0.0)[None]
-                return total
+            def add(i, halves):
+                """Both halves of the head's channels, as far as these components go."""
+                chunk = i * _chunk(stored) + jnp.arange(_chunk(stored))
+                for plane in range(planes):
+                    tile = _components(given, pages, slots, pos, i * _chunk(stored), plane, fmt)
+                    line = (block * planes + plane) * stored + chunk
+                    real = (chunk < stored)[:, None] & there[None]
+                    back = (
+                        plt.load(
+                            given["back"].at[line[:, None], (head * dim + start + channels)[None]],
+                            mask=real,
+                            other=0,
+                        )
+                        for start in (0, half)
+                    )
+                    halves = tuple(
+                        total + _product(tile, own, interpret)
+                        for total, own in zip(halves, back, strict=True)
+                    )
+                return halves
 
-            low, high = rebuilt(0), rebuilt(half)
+            nothing = (jnp.zeros((TILE, wide), jnp.float32),) * 2
+            low, high = jax.lax.fori_loop(0, pl.cdiv(stored, _chunk(stored)), add, nothing)
+            if "mean" in given:  # once a token: with its first block
+                mean = (
+                    plt.load(given["mean"].at[head * dim + start + channels], mask=there, other=0)
+                    for start in (0, half)
+                )
+                low, high = (
+                    x + jnp.where(block == 0, own, 0.0)[None]
+                    for x, own in zip((low, high), mean, strict=True)
+                )
             low, high = low * cos - high * sin, high * cos + low * sin
             for member in range(group):
                 dots = jnp.zeros(TILE, jnp.float32)
@@ -208,28 +227,29 @@ def _block_logits(given, out, *, fmt, factor, interpret):
 
 
 def _block_sums(given, out, *, fmt, interpret):
-    row, block, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    heads, size = given["weights"].shape[1], out.shape[3]
+    row, part, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
+    chunks, width = pl.cdiv(stored, _chunk(stored)), _chunk(stored)
+    block, first = part // chunks, part % chunks * width
+    heads = given["weights"].shape[1]
     wide = max(16, pl.next_power_of_2(heads))
     columns = jnp.arange(wide)
-    stored = given["x"].shape[2]
-    planes, padded = PER_BYTE.get(fmt, 1), max(16, pl.next_power_of_2(stored))
 
     def add(i, sums):
         pages, slots, pos = _slots(given, row, 2 * block + 1, (share * SHARE + i) * TILE)
         live = (pos >= 0)[:, None] & (columns < heads)[None]
         at = given["weights"].at[row, columns[None], pos[:, None]]
         weights = plt.load(at, mask=live, other=0)
-        tiles = _components(given, pages, slots, pos, fmt)
         return tuple(
-            total + _product(tile.T, weights, interpret)
-            for total, (_, _, tile) in zip(sums, tiles, strict=True)
+            total
+            + _product(
+                _components(given, pages, slots, pos, first, plane, fmt).T, weights, interpret
+            )
+            for plane, total in enumerate(sums)
         )
 
-    start = (jnp.zeros((padded, wide), jnp.float32),) * planes
-    channels = jnp.arange(padded)
-    for plane, total in enumerate(jax.lax.fori_loop(0, SHARE, add, start)):
-        component = plane * stored + channels
-        real = (channels < stored)[:, None] & (columns < heads)[None]
-        to = out.at[row, block, share, component[:, None], columns[None]]
-        plt.store(to, total, mask=real & (component < size)[:, None])
+    nothing = (jnp.zeros((width, wide), jnp.float32),) * planes
+    channels = first + jnp.arange(width)
+    for plane, total in enumerate(jax.lax.fori_loop(0, SHARE, add, nothing)):
+        to = out.at[row, block, share, (plane * stored + channels)[:, None], columns[None]]
+        plt.store(to, total, mask=(channels < stored)[:, None] & (columns < heads)[None])
