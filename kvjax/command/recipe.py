@@ -82,7 +82,7 @@ _THOUGHTS = (
 )
 """Options that method thinkv alone has."""
 _LATENTS = ("adapter", "tau", "latent_rate", "latent_blocks")
-"""Options that method dynakv alone has."""
+"""Options of methods that keep latents: dynakv, and thinkv with an adapter."""
 BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
 """Options that say what has to stay, whatever ``--fit`` chooses."""
 

@@ -37,8 +37,9 @@ SELECTORS: dict[str, type[Selector]] = {
 }
 """Selectors by the name that ``--selector`` takes."""
 LATENT_FIELDS = {"adapter", "tau", "rate", "blocks"}
-"""Arguments of method "dynakv" that no other method has."""
+"""What ``Projector.load`` takes, for methods "dynakv" and "thinkv"."""
 _SELECTING = {"budget", "sinks", "recent", "protect_prompt", "every", "share_of", "skip_layers"}
+"""Fields that have no effect where nothing is selected."""
 COMPACTORS = {
     "none": None,
     "matching": AttentionMatching(),
@@ -57,7 +58,8 @@ def parse(method: str, **given: Any) -> Recipe:
             ``SELECTORS`` and ``COMPACTORS``), ``head_shares`` (a JSON file of one list a layer),
             ``budget`` ("256" or "0.25"), ``compress`` ("think,answer") and ``skip_layers``
             ("0,-1"). For method "thinkv" also ``THOUGHT_FIELDS``: fields of its segmenter and
-            retention; and ``codec`` may be by thought ("R:4,E:4,T:2"), ``budget`` "all".
+            retention; and ``codec`` may be by thought ("R:4,E:4,T:2"), ``budget`` "all". For
+            "dynakv" and "thinkv" also ``LATENT_FIELDS``.
 
     Raises:
         UsageError: beginning with the field that is wrong.
