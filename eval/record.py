@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from kvjax.files import write_atomically
+
 
 def run_record(commit: str | None = None) -> dict[str, Any]:
     """The command, commit, device and version that made a figure.
@@ -25,7 +27,7 @@ def run_record(commit: str | None = None) -> dict[str, Any]:
 
 def write_json(path: pathlib.Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _module() -> str:

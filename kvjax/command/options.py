@@ -118,15 +118,25 @@ def read_options(table: type, path: str) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or has an unknown key or a value of the wrong type.
     """
-    known = entries(table)
+    return typed_options(entries(table), read_yaml(path), path)
+
+
+def typed_options(
+    known: Mapping[str, Entry], given: Mapping[Any, Any], source: str
+) -> dict[str, Any]:
+    """The values of options by name, as a YAML file gives them; ``source`` is for messages.
+
+    Raises:
+        UsageError: an unknown key or a value of the wrong type.
+    """
     values = {}
-    for key, value in read_yaml(path).items():
+    for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise UsageError(f"{path}: unknown key {key!r}; {hint}")
-        values[name] = _typed(known[name], value, path)
+            raise UsageError(f"{source}: unknown key {key!r}; {hint}")
+        values[name] = _typed(known[name], value, source)
     return values
 
 

@@ -83,6 +83,8 @@ _THOUGHTS = (
 """Options that method thinkv alone has."""
 _LATENTS = ("adapter", "tau", "latent_rate", "latent_blocks")
 """Options of methods that keep latents: dynakv, and thinkv with an adapter."""
+RECIPE_OPTIONS = (*_EVICTION, *_CODES, *_THOUGHTS, *_LATENTS, "paper", "method", "page_size")
+"""Options that make a recipe."""
 BESIDE_FIT = ("sink_tokens", "recent_window", "protect_prompt", "skip_layers")
 """Options that say what has to stay, whatever ``--fit`` chooses."""
 
@@ -281,11 +283,7 @@ def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
 
 
 def _check_beside_fit(config: DecodeConfig) -> None:
-    chosen = [
-        name
-        for name in (*_EVICTION, *_CODES, *_THOUGHTS, *_LATENTS, "paper", "method")
-        if name not in BESIDE_FIT
-    ]
+    chosen = [name for name in RECIPE_OPTIONS if name not in (*BESIDE_FIT, "page_size")]
     if given := _first(config, chosen):
         raise UsageError(
             f"{given} and --fit exclude each other, since --fit chooses it: give one of them"

@@ -58,18 +58,27 @@ def read_yaml(path: str) -> dict[Any, Any]:
     Raises:
         UsageError: the file cannot be read or is no mapping.
     """
-    text = read_text(path, "--config")
-    try:
-        content = yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (KeyError, AttributeError) as error:  # what PyYAML makes of `!!bool maybe`
-        raise UsageError(f"{path} is not valid YAML: a value is at odds with its tag") from error
+    content = load_yaml(path, "--config")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold `key: value` lines, got {type(content).__name__}")
     return content
+
+
+def load_yaml(path: str, flag: str) -> Any:
+    """What a file holds, None if it is empty.
+
+    Raises:
+        UsageError: the file cannot be read; ``flag`` named it.
+    """
+    text = read_text(path, flag)
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (KeyError, AttributeError) as error:  # what PyYAML makes of `!!bool maybe`
+        raise UsageError(f"{path} is not valid YAML: a value is at odds with its tag") from error
 
 
 def dump_yaml(values: dict[str, Any]) -> str:

@@ -1,0 +1,152 @@
+"""What the evaluation commands do alike, around their own work."""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kvjax
+from kvjax.command.compile_cache import keep_compiled_programs
+from kvjax.command.errors import ROWS_FAILED
+from kvjax.command.interrupt import INTERRUPTED, Interrupts
+from kvjax.command.output import print_out
+from kvjax.eval.answering import PLACE, Answering, Job, ask, jobs
+from kvjax.eval.problems import Group
+from kvjax.eval.rows import Rows, write_results
+from kvjax.eval.settings import EvalConfig, read_recipes, shape_of
+from kvjax.eval.summary import described
+from kvjax.loading import LanguageModel
+from kvjax.report.progress import ProgressLine
+from kvjax.report.say import say
+
+Summary = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""From the rows of a run to its figures, of which ``results`` are told on standard output."""
+
+
+@contextlib.contextmanager
+def open_rows(config: EvalConfig, name: str, place: tuple[str, ...]) -> Iterator[Rows]:
+    """The file of a run's rows, closed in the end."""
+    rows = Rows(config.folder() / f"{name}.jsonl", place)
+    try:
+        yield rows
+    finally:
+        rows.close()
+
+
+def load(config: EvalConfig, shape: LanguageModel, interrupts: Interrupts) -> LanguageModel:
+    """The model with its weights; from here on an interrupt waits for what can still be kept."""
+    keep_compiled_programs()
+    progress = ProgressLine(sys.stderr, enabled=not config.quiet)
+    progress.phase(f"loading {shape.source}")
+    try:
+        return kvjax.load(
+            shape.source, dtype=config.dtype, revision=config.revision, tokenizer=config.tokenizer
+        )
+    finally:
+        progress.clear()
+        interrupts.wait_for_answers()
+
+
+def finish(
+    config: EvalConfig,
+    name: str,
+    lm: LanguageModel,
+    record: dict[str, Any],
+    line: Callable[[dict[str, Any]], str],
+    interrupts: Interrupts,
+) -> int:
+    """Write and tell the figures; returns the exit code.
+
+    Args:
+        config: the run's.
+        name: of the file, less its ending.
+        lm: the model, or its shape.
+        record: figures; ``results`` is the list that is told.
+        line: a result for people.
+        interrupts: whether the run was ended.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    settings = {
+        "kind": name,
+        "model": pathlib.Path(lm.source).name,
+        "fingerprint": lm.fingerprint,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+    }
+    write_results(config.folder() / f"{name}.json", settings | record, config.commit)
+    for result in record["results"]:
+        print_out(line(result) + "\n")
+    if interrupts.requested():
+        say(f"kvjax: interrupted; the same command goes on from {config.folder()}/{name}.jsonl")
+        return INTERRUPTED
+    bad = any("refused" in found or found.get("failed") for found in record["results"])
+    return ROWS_FAILED if bad else 0
+
+
+def refusals(todo: list[Job]) -> list[dict[str, Any]]:
+    """What could not be run, told at once and kept beside the figures."""
+    found = []
+    for job in todo:
+        if job.recipe is None:
+            group = job.asked.group
+            level = group.problems[0].level if group.task == "reasoner" else "all"
+            say(f"kvjax: {group.task}, recipe {job.named.name}: {job.refused}")
+            place = {"task": group.task, "level": level, "recipe": job.named.name}
+            found.append({**place, "refused": job.refused})
+    return found
+
+
+def answer(
+    config: EvalConfig,
+    interrupts: Interrupts,
+    name: str,
+    groups: list[Group],
+    summary: Summary,
+    *,
+    sampling: dict[str, Any],
+    samples: int,
+    beside: bool,
+) -> int:
+    """Answer groups of problems under all recipes; returns the exit code.
+
+    All that can be refused is refused before weights load.
+
+    Args:
+        config: the run's.
+        interrupts: whether to end.
+        name: of the run's files.
+        groups: what is asked.
+        summary: makes the figures.
+        sampling: options of ``kvjax.stream``.
+        samples: answers to each problem.
+        beside: see ``kvjax.eval.settings.Work``.
+
+    Raises:
+        KvjaxError: nothing more can be done; rows written so far stay.
+    """
+    named = read_recipes(config)
+    shape = shape_of(config)
+    asked = [ask(shape, group, config) for group in groups]
+    todo = jobs(shape, asked, named, config, beside=beside)
+    with open_rows(config, name, PLACE) as rows:
+        refused = refusals(todo)
+        missing = Answering(shape, config, rows, sampling, samples).count(todo)
+        if missing:
+            if rows.rows and not config.quiet:
+                say(f"kvjax: {len(rows.rows):,} rows are there, {missing:,} to go")
+            lm = load(config, shape, interrupts)
+            progress = ProgressLine(sys.stderr, enabled=not config.quiet)
+            answering = Answering(lm, config, rows, sampling, samples)
+            try:
+                for _ in answering.run(todo, progress, interrupts.requested):
+                    pass
+            finally:
+                progress.clear()
+        found = summary(rows.rows)
+        found["results"] = found["results"] + refused
+        found |= {"sampling": sampling, "samples": samples}
+        return finish(config, name, shape, found, described, interrupts)

@@ -1,0 +1,111 @@
+"""Rows that were finished stay, whatever ends a run."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from kvjax.command.output import OutputError
+from kvjax.errors import UsageError
+from kvjax.eval.rows import Rows, write_results
+
+PLACE = ("id", "sample")
+
+
+def opened(path, count=0):
+    rows = Rows(path, PLACE)
+    for index in range(count):
+        rows.add({"key": f"k{index}", "id": str(index), "sample": 0, "text": "né\n"})
+    return rows
+
+
+def test_rows_are_there_for_the_next_run(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    opened(path, 2).close()
+    rows = opened(path)
+    assert rows.has("k1", id="1", sample=0) and not rows.has("k1", id="1", sample=1)
+    assert [row["id"] for row in rows.rows] == ["0", "1"]
+    rows.close()
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_row_that_was_cut_off_is_computed_again_and_no_other(tmp_path, cut):
+    path = tmp_path / "rows.jsonl"
+    opened(path, 3).close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    rows = opened(path)
+    assert [row["id"] for row in rows.rows] == ["0", "1"]
+    rows.add({"key": "k2", "id": "2", "sample": 0})
+    rows.close()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["0", "1", "2"]
+
+
+def test_a_file_that_holds_less_than_a_line_is_begun_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "k0", "id"')
+    rows = opened(path, 1)
+    rows.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_rows_of_other_settings_are_refused(tmp_path):
+    rows = opened(tmp_path / "rows.jsonl", 1)
+    with pytest.raises(UsageError, match=r"id 0, sample 0.*another folder"):
+        rows.has("other", id="0", sample=0)
+    rows.close()
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"id": "0"}', "[" * 100_000])
+def test_damage_is_told(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    opened(path, 1).close()
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UsageError, match=r"line 2 of .* is damaged"):
+        opened(path)
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    rows = opened(tmp_path / "rows.jsonl")
+    with pytest.raises(UsageError, match="another process"):
+        opened(tmp_path / "rows.jsonl")
+    rows.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(UsageError, match="cannot write"):
+        opened(tmp_path / "absent" / "rows.jsonl")
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    rows = opened(path, 2)
+    before = path.read_bytes()
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, content):
+            if len(content) < 40:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.file.write(content[:20])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(rows, "_file", Full(rows._file))
+    with pytest.raises(OutputError, match="No space left"):
+        rows.add({"key": "k9", "id": "9", "sample": 0, "text": "x" * 40})
+    rows.close()
+    assert path.read_bytes() == before
+
+
+def test_results_keep_the_commands_that_led_to_them(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    for words in (["a", "--x"], ["a", "--y"], ["a", "--x"]):
+        monkeypatch.setattr("sys.argv", words)
+        write_results(path, {"results": []}, "here")
+    found = json.loads(path.read_text())
+    assert [command.rpartition(" ")[2] for command in found["commands"]] == ["--x", "--y"]
+    assert found["run"]["commit"] == "here" and found["run"]["device"]
