@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +11,12 @@ from kvjax.command.recipe import flags_in_errors
 from kvjax.decoding import Result
 from kvjax.decoding.requests import read_prompt
 from kvjax.errors import KvjaxError, NumericalError, UsageError
-from kvjax.eval.problems import Group, Problem, problem_key
-from kvjax.eval.rows import Rows
-from kvjax.eval.settings import EvalConfig, Named, Work, settle
+from kvjax.eval.options import EvalConfig
+from kvjax.eval.problems import Group, Problem
+from kvjax.eval.recipes import Named, Settled, Work, settle
+from kvjax.eval.rows import Rows, row_key
 from kvjax.loading import LanguageModel
-from kvjax.recipes import Recipe, as_dict, full
+from kvjax.recipes import full
 from kvjax.report.progress import ProgressLine, describe
 from kvjax.train.reasoner.vocabulary import SIZE
 
@@ -40,13 +39,10 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A group under a recipe, or why that cannot be."""
+    """A group under a recipe."""
 
     asked: Asked
-    named: Named
-    recipe: Recipe | None
-    row_bytes: int = 0
-    refused: str = ""
+    settled: Settled
 
 
 def ask(lm: LanguageModel, group: Group, config: EvalConfig) -> Asked:
@@ -89,11 +85,8 @@ def jobs(
         lengths = [len(ids) for ids in one.prompts.values()]
         work = Work(lengths, group.max_new_tokens, beside, group.answer_tokens)
         for recipe in named:
-            try:
-                settled, row_bytes = settle(recipe, lm, work, min(config.batch_size, len(lengths)))
-                found.append(Job(one, recipe, settled, row_bytes))
-            except UsageError as error:
-                found.append(Job(one, recipe, None, refused=str(error)))
+            settled = settle(recipe, lm, work, min(config.batch_size, len(lengths)))
+            found.append(Job(one, settled))
     return found
 
 
@@ -123,23 +116,15 @@ class Answering:
         Raises:
             UsageError: a row is another run's.
         """
-        if job.recipe is None:
+        if job.settled.recipe is None:
             return []
         group = job.asked.group
-        settings = [
-            self._lm.fingerprint,
-            self._config.dtype,
-            self._config.seed,
-            group.max_new_tokens,
-            self._sampling,
-            as_dict(job.recipe),
-        ]
-        shared = json.dumps(settings, sort_keys=True, default=str)
+        shared = job.settled.origin(self._lm, self._config)
+        shared += [group.max_new_tokens, self._sampling]
         found = []
         for problem in group.problems:
             ids = job.asked.prompts.get(problem.id)
-            own = shared + problem_key(problem) + repr(ids)
-            key = hashlib.sha256(own.encode()).hexdigest()[:16]
+            key = row_key(*shared, ids, problem.prompt, problem.gold, problem.answer)
             if not self._rows.has(key, **_place(job, problem, sample)):
                 found.append((problem, key))
         return found
@@ -180,11 +165,11 @@ class Answering:
                 yield self._add(job, problem, sample, key, failed)
         if not asked:
             return
-        name = f"{group.task} {_words(group.problems[0].level)}{job.named.name}"
+        name = f"{group.task} {_words(group.problems[0].level)}{job.settled.name}"
         events = kvjax.stream(
             self._lm,
             [list(job.asked.prompts[problem.id]) for problem, _ in asked],
-            recipe=job.recipe,
+            recipe=job.settled.recipe,
             max_new_tokens=group.max_new_tokens,
             batch_size=self._config.batch_size,
             seed=self._config.seed + sample,
@@ -241,11 +226,7 @@ class Answering:
             **_place(job, problem, sample),
             "gold": problem.gold,
             **({} if problem.depth is None else {"depth": problem.depth}),
-            "method": job.recipe.name,
-            "budget": job.recipe.budget,
-            "codec": job.recipe.codec,
-            "share": None if job.named.share is None else str(job.named.share),
-            "row_bytes": job.row_bytes,
+            **job.settled.as_dict(),
             **found,
         }
         self._rows.add(row)
@@ -254,7 +235,7 @@ class Answering:
 
 def _place(job: Job, problem: Problem, sample: int) -> dict[str, Any]:
     group = job.asked.group
-    values = (group.task, problem.level, problem.id, job.named.name, sample)
+    values = (group.task, problem.level, problem.id, job.settled.name, sample)
     return dict(zip(PLACE, values, strict=True))
 
 

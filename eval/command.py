@@ -12,9 +12,10 @@ from kvjax.command.errors import ROWS_FAILED
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.output import print_out
 from kvjax.eval.answering import PLACE, Answering, Job, ask, jobs
+from kvjax.eval.options import EvalConfig
 from kvjax.eval.problems import Group
+from kvjax.eval.recipes import Settled, read_recipes, shape_of
 from kvjax.eval.rows import Rows, write_results
-from kvjax.eval.settings import EvalConfig, read_recipes, shape_of
 from kvjax.eval.summary import described
 from kvjax.loading import LanguageModel
 from kvjax.report.progress import ProgressLine
@@ -34,18 +35,26 @@ def open_rows(config: EvalConfig, name: str, place: tuple[str, ...]) -> Iterator
         rows.close()
 
 
+@contextlib.contextmanager
+def telling(config: EvalConfig) -> Iterator[ProgressLine]:
+    """A progress line, cleared in the end."""
+    progress = ProgressLine(sys.stderr, enabled=not config.quiet)
+    try:
+        yield progress
+    finally:
+        progress.clear()
+
+
 def load(config: EvalConfig, shape: LanguageModel, interrupts: Interrupts) -> LanguageModel:
     """The model with its weights; from here on an interrupt waits for what can still be kept."""
     keep_compiled_programs()
-    progress = ProgressLine(sys.stderr, enabled=not config.quiet)
-    progress.phase(f"loading {shape.source}")
-    try:
-        return kvjax.load(
+    with telling(config) as progress:
+        progress.phase(f"loading {shape.source}")
+        lm = kvjax.load(
             shape.source, dtype=config.dtype, revision=config.revision, tokenizer=config.tokenizer
         )
-    finally:
-        progress.clear()
-        interrupts.wait_for_answers()
+    interrupts.wait_for_answers()
+    return lm
 
 
 def finish(
@@ -87,16 +96,21 @@ def finish(
     return ROWS_FAILED if bad else 0
 
 
+def refusal(settled: Settled) -> dict[str, Any]:
+    """What results say of a recipe that could not be run; it is told at once as well."""
+    say(f"kvjax: recipe {settled.name}: {settled.refused}")
+    return {"recipe": settled.name, "refused": settled.refused}
+
+
 def refusals(todo: list[Job]) -> list[dict[str, Any]]:
-    """What could not be run, told at once and kept beside the figures."""
+    """``refusal`` of every group under every recipe."""
     found = []
     for job in todo:
-        if job.recipe is None:
+        if job.settled.recipe is None:
             group = job.asked.group
             level = group.problems[0].level if group.task == "reasoner" else "all"
-            say(f"kvjax: {group.task}, recipe {job.named.name}: {job.refused}")
-            place = {"task": group.task, "level": level, "recipe": job.named.name}
-            found.append({**place, "refused": job.refused})
+            place = {"task": group.task, "level": level}
+            found.append(place | refusal(job.settled))
     return found
 
 
@@ -139,13 +153,10 @@ def answer(
             if rows.rows and not config.quiet:
                 say(f"kvjax: {len(rows.rows):,} rows are there, {missing:,} to go")
             lm = load(config, shape, interrupts)
-            progress = ProgressLine(sys.stderr, enabled=not config.quiet)
-            answering = Answering(lm, config, rows, sampling, samples)
-            try:
+            with telling(config) as progress:
+                answering = Answering(lm, config, rows, sampling, samples)
                 for _ in answering.run(todo, progress, interrupts.requested):
                     pass
-            finally:
-                progress.clear()
         found = summary(rows.rows)
         found["results"] = found["results"] + refused
         found |= {"sampling": sampling, "samples": samples}

@@ -1,7 +1,6 @@
 """Problems with one right answer each: of files, and of the reasoner."""
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 import re
@@ -68,12 +67,6 @@ class Group:
     judge: Judge
     answer_tokens: int
     max_new_tokens: int
-
-
-def problem_key(problem: Problem) -> str:
-    """Names the problem's content."""
-    content = json.dumps([problem.prompt, problem.gold], default=list)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def file_group(name: str, path: pathlib.Path, count: int | None, first: int, limit: int) -> Group:

@@ -14,7 +14,7 @@ from typing import Literal
 from kvjax.command.entry import run_command
 from kvjax.command.options import option
 from kvjax.errors import UsageError
-from kvjax.eval.settings import EvalConfig, eval_parser
+from kvjax.eval.options import EvalConfig, eval_parser
 from kvjax.train.reasoner.task import WIDTHS
 
 

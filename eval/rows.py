@@ -1,6 +1,7 @@
 """Rows of a run in a file that grows: what has been finished is never computed again."""
 
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -10,6 +11,12 @@ from typing import Any
 from kvjax.command.output import OutputError
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
+
+
+def row_key(*content: Any) -> str:
+    """Names what a row follows from."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Rows:

@@ -65,6 +65,7 @@ class Comparison:
         per_layer: relative error (L2) of every layer's attention output, if asked for. A layer's
             error includes what the layers before it have passed on.
         kl: the divergence of every row and position.
+        nlls: the compressed run's negative log likelihood of every row and position.
     """
 
     method: str
@@ -84,6 +85,7 @@ class Comparison:
     crowded: int
     per_layer: tuple[float, ...] | None = None
     kl: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    nlls: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def perplexity(self) -> float:
@@ -98,7 +100,7 @@ class Comparison:
         found = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "kl"
+            if field.name not in ("kl", "nlls")
         }
         return found | {
             "rows": len(self.first_divergence),
@@ -445,6 +447,7 @@ class _Scores:
             crowded=int(self._held[-1]["crowded"].sum()),
             per_layer=layers,
             kl=found["kl"],
+            nlls=found["nll"],
         )
 
 

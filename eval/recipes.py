@@ -1,13 +1,11 @@
-"""What all evaluations are given: a model, recipes to compare, and a folder for what is found."""
+"""The recipes that an evaluation compares: from a file to what a model can run."""
 
-import argparse
 import dataclasses
 import fractions
 import math
-import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,76 +15,16 @@ from kvjax.cache.plan import largest_budget
 from kvjax.command.calibrated import calibrated
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.fit import settled_recipe
-from kvjax.command.options import entries, make_parser, merge, option, typed_options
+from kvjax.command.options import entries, merge, typed_options
 from kvjax.command.outline import Outline, shape_of_model
 from kvjax.command.recipe import KEEPING, RECIPE_OPTIONS, flags_in_errors, given_recipe
 from kvjax.command.yaml_file import load_yaml
 from kvjax.errors import UsageError
+from kvjax.eval.options import EvalConfig
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
-
-EXITS = (
-    "Exit codes: 0 done, 2 usage, input or output, 3 the model cannot be loaded, 4 does not fit, "
-    "5 NaN or infinity, 6 some rows failed or some recipes could not run, 130 interrupted. The "
-    "same command goes on where it ended."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Options of every evaluation; see each one's help."""
-
-    model: str | None = option(
-        None, "model directory, GGUF file or hub id (default: the demo model)"
-    )
-    revision: str | None = option(None, "branch, tag or commit of a hub id")
-    tokenizer: str | None = option(None, "directory or hub id of another tokenizer")
-    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "of the weights and activations")
-    recipes: str | None = option(
-        None,
-        "YAML file with a list of recipes: a name, method and other cache flags of the decode "
-        "command, or the share of a bare bf16 cache's bytes (default: the full cache alone)",
-    )
-    out: str | None = option(None, "folder for rows and results; a run goes on there", "-o")
-    batch_size: int = option(8, "rows read or decoded together", minimum=1)
-    seed: int = option(0, "of samples and of random eviction", minimum=0, maximum=2**31 - 1)
-    commit: str | None = option(None, "of the code, where this runs outside a checkout")
-    quiet: bool = option(False, "no progress line")
-    verbose: bool = option(False, "show where an error came from")
-
-    def decoding(self) -> DecodeConfig:
-        """What the decode command has of these options as well."""
-        shared = {field.name for field in dataclasses.fields(DecodeConfig)}
-        mine = {field.name for field in dataclasses.fields(self)}
-        return DecodeConfig(**{name: getattr(self, name) for name in shared & mine})
-
-    def folder(self) -> pathlib.Path:
-        """Where results go.
-
-        Raises:
-            UsageError: none was named, or it cannot be made.
-        """
-        if self.out is None:
-            raise UsageError("no output: name a folder for rows and results with --out")
-        path = pathlib.Path(self.out)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--out: cannot make {path}: {error.strerror}") from error
-        return path
-
-
-def eval_parser(table: type[EvalConfig], name: str, description: str) -> argparse.ArgumentParser:
-    """Flags of every option of an evaluation, and of what is done with them."""
-    parser = make_parser(
-        table, prog=f"python -m kvjax.eval.{name}", description=description, epilog=EXITS
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags win over it")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the options as such a file and leave"
-    )
-    return parser
+from kvjax.recipes import as_dict as recipe_as_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,36 +120,74 @@ class Work:
     share_tokens: int = 0
 
 
-def settle(named: Named, lm: LanguageModel, work: Work, batch_size: int) -> tuple[Recipe, int]:
-    """The recipe for a model and its work, and the bytes that a row of it can take in bfloat16.
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A recipe for a model and its work, or why there is none.
 
-    Args:
-        lm: the model, or only its shape.
+    Attributes:
+        named: what was asked for.
+        recipe: None where it is refused.
+        row_bytes: that a row of it can take, in bfloat16.
+        refused: the reason.
+    """
+
+    named: Named
+    recipe: Recipe | None
+    row_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.named.name
+
+    def origin(self, lm: LanguageModel, config: EvalConfig) -> list[Any]:
+        """What every row of the recipe follows from, for its key."""
+        return [lm.fingerprint, config.dtype, config.seed, recipe_as_dict(self.recipe)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What rows tell of the recipe."""
+        return {
+            "method": self.recipe.name,
+            "budget": self.recipe.budget,
+            "codec": self.recipe.codec,
+            "share": None if self.named.share is None else str(self.named.share),
+            "row_bytes": self.row_bytes,
+        }
+
+
+def settle(named: Named, lm: LanguageModel, work: Work, batch_size: int) -> Settled:
+    """A recipe for a model, which may be only its shape, and its work.
 
     Raises:
-        UsageError: the recipe cannot be used for them.
         CapacityError: it does not fit the memory.
     """
-    longest = max(work.prompts)
-    outlined = _outline(lm, longest, work.new_tokens)
-    token = outlined.plan(full()).geometry.full_token_bytes
-    mean = statistics.fmean(work.prompts)
-    with flags_in_errors():
-        if named.share is None:
-            recipe = settled_recipe(named.config, outlined)
-        elif work.beside:
-            # The prompt is the same in every cache: what is planned is a row without one.
-            alone = _outline(lm, 1, work.share_tokens)
-            recipe = _of_bytes(named, alone, token * work.share_tokens)
-            if recipe.retention is None:  # otherwise the budget is the answer's alone
-                recipe = dataclasses.replace(recipe, budget=recipe.budget + round(mean))
-        else:
-            recipe = _of_bytes(named, outlined, token * (mean + work.new_tokens))
-        row_bytes = outlined.plan(recipe).geometry.row_bytes
+    try:
+        with flags_in_errors():
+            recipe, row_bytes = _settle(named, lm, work)
+    except UsageError as error:
+        return Settled(named, None, refused=str(error))
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(lm.model))
     own = {"batch_size": batch_size, "dtype": lm.dtype, "parameter_bytes": weights}
-    Outline(outlined.request | own, []).plan(recipe, device_memory()).check()
-    return recipe, row_bytes
+    whole = _outline(lm, max(work.prompts), work.new_tokens).request
+    Outline(whole | own, []).plan(recipe, device_memory()).check()
+    return Settled(named, recipe, row_bytes)
+
+
+def _settle(named: Named, lm: LanguageModel, work: Work) -> tuple[Recipe, int]:
+    outlined = _outline(lm, max(work.prompts), work.new_tokens)
+    token = outlined.plan(full()).geometry.full_token_bytes
+    mean = statistics.fmean(work.prompts)
+    if named.share is None:
+        recipe = settled_recipe(named.config, outlined)
+    elif work.beside:
+        # The prompt is the same in every cache: what is planned is a row without one.
+        alone = _outline(lm, 1, work.share_tokens)
+        recipe = _of_bytes(named, alone, token * work.share_tokens)
+        if recipe.retention is None:  # otherwise the budget is the answer's alone
+            recipe = dataclasses.replace(recipe, budget=recipe.budget + round(mean))
+    else:
+        recipe = _of_bytes(named, outlined, token * (mean + work.new_tokens))
+    return recipe, outlined.plan(recipe).geometry.row_bytes
 
 
 def _outline(lm: LanguageModel, prompt: int, new: int) -> Outline:
