@@ -13,13 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import plan
-from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket
+from kvjax.cache.plan import Plan, bucket
 from kvjax.decoding.chunk import DecodeState
-from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import Held, force_chunk, force_together, held
 from kvjax.decoding.generate import NARROWEST
 from kvjax.decoding.maintain import maintain
-from kvjax.decoding.prefill import prefill_chunk
+from kvjax.decoding.prompts import prefill_prompts, seed_bits
 from kvjax.decoding.report import BytesLog
 from kvjax.decoding.requests import Options, Request, check_model
 from kvjax.decoding.row import Row
@@ -248,7 +247,8 @@ def compare(
     planned = _plan(lm, recipe, rows, prompt_tokens, total)
     recipe = planned.recipe
     scores = _Scores(lm, tokens, planned)
-    cache, logits = _read_prompt(lm, ids[:, :prompt_tokens], planned, recipe, seed)
+    prompts = ids[:, :prompt_tokens].tolist()
+    cache, logits = prefill_prompts(lm, prompts, planned.geometry, recipe, seed)
     scores.add(logits[None], held(cache))
     compressing = _Phases(lm, ids, prompt_tokens, recipe)
     _feed(lm, cache, scores, compressing, recipe, seed, per_layer=per_layer, by_tick=by_tick)
@@ -270,29 +270,6 @@ def _plan(lm: LanguageModel, recipe: Recipe, rows: int, prompt: int, total: int)
     return planned
 
 
-def _read_prompt(lm: LanguageModel, ids: np.ndarray, planned: Plan, recipe: Recipe, seed: int):
-    """The cache and the logits after the prompt."""
-    rows, total = ids.shape
-    cache = empty_cache(lm, planned.geometry)
-    logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
-    for start in range(0, total, PREFILL_CHUNK):
-        piece = ids[:, start : start + PREFILL_CHUNK]
-        tokens = np.zeros((rows, bucket(piece.shape[1])), np.int32)
-        tokens[:, : piece.shape[1]] = piece
-        count = jnp.full(rows, piece.shape[1], jnp.int32)
-        cache, logits = prefill_chunk(
-            lm.model,
-            cache,
-            logits,
-            jnp.asarray(tokens),
-            count,
-            seed,
-            recipe=recipe,
-            longest=start + piece.shape[1],
-        )
-    return cache, logits
-
-
 def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_tick: bool) -> None:
     """Feed a tick of tokens at a time; the last token is not fed, it has nothing to predict."""
     ids, prompt = scores.ids, scores.prompt
@@ -305,7 +282,7 @@ def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_t
             state = maintain(
                 state,
                 jnp.asarray(compressing.after(done)),
-                seed,
+                seed_bits(seed),
                 config=lm.config,
                 recipe=recipe,
                 done=done,

@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import plan
-from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket, padded_prompt
+from kvjax.cache.plan import Plan, padded_prompt
 from kvjax.decoding.batch import Batch
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
 from kvjax.decoding.clock import Clock
-from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.maintain import maintain
-from kvjax.decoding.prefill import prefill_chunk
+from kvjax.decoding.prompts import prefill_prompts, seed_bits
 from kvjax.decoding.requests import (
     Options,
     Prompt,
@@ -208,27 +206,10 @@ def _prefill(
 ) -> tuple[DecodeState, Sampling | None, ChunkOutput]:
     """Read all prompts, a chunk at a time, and choose the first tokens."""
     rows = planned.geometry.rows
-    lengths = np.zeros(rows, np.int32)
     max_new = np.zeros(rows, np.int32)
-    for i, request in enumerate(requests):
-        lengths[i], max_new[i] = len(request.ids), request.max_new
-    cache = empty_cache(lm, planned.geometry)
-    logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
-    for start in range(0, lengths.max(), PREFILL_CHUNK):
-        count = np.clip(lengths - start, 0, PREFILL_CHUNK)
-        tokens = np.zeros((rows, bucket(int(count.max()))), np.int32)
-        for i, request in enumerate(requests):
-            tokens[i, : count[i]] = request.ids[start : start + PREFILL_CHUNK]
-        cache, logits = prefill_chunk(
-            lm.model,
-            cache,
-            logits,
-            tokens,
-            count,
-            _bits(options.seed),
-            recipe=options.recipe,
-            longest=start + int(count.max()),
-        )
+    max_new[: len(requests)] = [request.max_new for request in requests]
+    prompts = [request.ids for request in requests]
+    cache, logits = prefill_prompts(lm, prompts, planned.geometry, options.recipe, options.seed)
     sampling = Sampling.create(
         rows,
         temperature=options.temperature,
@@ -268,7 +249,7 @@ def _decode(
                 state = maintain(
                     state,
                     batch.compressing(),
-                    _bits(options.seed),
+                    seed_bits(options.seed),
                     config=lm.config,
                     recipe=recipe,
                     done=done,
@@ -298,8 +279,3 @@ def _decode(
 def _width(tokens: int) -> int:
     """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
     return max(NARROWEST, 1 << (tokens - 1).bit_length())
-
-
-def _bits(seed: int) -> np.ndarray:
-    """A seed of 32 bits as the selectors take it."""
-    return np.asarray(seed, np.uint32).astype(np.int32)

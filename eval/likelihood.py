@@ -1,0 +1,107 @@
+"""Log likelihoods of given tokens behind prompts that a compressed cache has read."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.plan import Plan
+from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.forced import Held, force_together, held
+from kvjax.decoding.maintain import maintain
+from kvjax.decoding.prompts import prefill_prompts, seed_bits
+from kvjax.decoding.report import BytesLog
+from kvjax.loading import LanguageModel
+from kvjax.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """One row.
+
+    Attributes:
+        logs: natural logarithm of each token's probability.
+        peak_bytes: the most that the row's pages took.
+        full_bytes: a bare bfloat16 cache of all its tokens.
+    """
+
+    logs: np.ndarray
+    peak_bytes: int
+    full_bytes: int
+
+
+def log_likelihoods(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    following: Sequence[Sequence[int]],
+    planned: Plan,
+    seed: int = 0,
+) -> list[Scored]:
+    """Score what follows each prompt, a tick of tokens at a time, with the cache kept meanwhile as
+    while decoding.
+
+    Args:
+        lm: what ``kvjax.load`` returned.
+        prompts: token ids, of any lengths.
+        following: token ids behind each, at least one.
+        planned: of a cache with at least as many rows, and of the recipe.
+        seed: of selectors that draw.
+    """
+    recipe, rows = planned.recipe, planned.geometry.rows
+    cache, logits = prefill_prompts(lm, prompts, planned.geometry, recipe, seed)
+    lengths = np.array([len(ids) for ids in following] + [0] * (rows - len(following)), np.int32)
+    given = np.zeros((rows, lengths.max() + recipe.tick), np.int32)
+    for row, ids in enumerate(following):
+        given[row, : len(ids)] = ids
+    fed = np.maximum(lengths - 1, 0)  # the last one has nothing to predict
+    logs = [BytesLog(planned.geometry) for _ in following]
+    _note(logs, held(cache), lengths > 0)
+    parts = [np.asarray(_pick(logits[:, None], jnp.asarray(given[:, :1])))]
+    state = DecodeState(cache, jnp.asarray(given[:, 0]), jnp.asarray(fed), jnp.ones(rows, bool))
+    for done in range(0, fed.max(), recipe.tick):
+        if not recipe.keeps_all:
+            state = maintain(
+                state,
+                np.full(rows, "answer" in recipe.compress),
+                seed_bits(seed),
+                config=lm.config,
+                recipe=recipe,
+                done=done,
+                model=lm.model,
+            )
+        count = np.clip(fed - done, 0, recipe.tick)
+        tokens = jnp.asarray(given[:, done : done + recipe.tick])
+        state, hidden, now = force_together(
+            lm.model, state, tokens, jnp.asarray(count), recipe=recipe
+        )
+        target = jnp.asarray(given[:, done + 1 : done + 1 + recipe.tick])
+        parts.append(np.asarray(_score(lm.model, hidden, target)))
+        _note(logs, now, count > 0)
+    scores = np.concatenate(parts, 1)
+    return [
+        Scored(scores[row, : len(ids)], logs[row].peak_bytes, logs[row].full_bytes)
+        for row, ids in enumerate(following)
+    ]
+
+
+def _note(logs: list[BytesLog], now: Held, active: np.ndarray) -> None:
+    found = {name: np.asarray(value) for name, value in vars(now).items()}
+    for row, log in enumerate(logs):
+        if active[row]:
+            log.add(int(found["length"][row]), found["slots"][row], found["pages"][row])
+
+
+@jax.jit
+def _score(
+    model: Decoder, hidden: Float[Array, "B T E"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    return _pick(model.logits(hidden), tokens)
+
+
+@jax.jit
+def _pick(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    logs = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(logs, tokens[..., None], -1)[..., 0]

@@ -1,0 +1,215 @@
+"""Choices are scored as one pass without a cache scores them, and read as people write them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import recipes
+from kvjax.cache import plan
+from kvjax.compare import compare
+from kvjax.eval import choice, choices
+from kvjax.eval.items import read_items, split
+from kvjax.eval.likelihood import log_likelihoods
+from tests.cli.conftest import model  # noqa: F401
+from tests.decoding import small
+
+PROMPTS, NEW = (50, 9, 33, 40), (1, 20, 37, 5)
+SMALL = {"window": 4, "tick": 4, "recent": 4, "sinks": 2, "page_size": 16}
+
+
+def rows() -> tuple[list[list[int]], list[list[int]]]:
+    return small.prompts(PROMPTS, seed=3), small.prompts(NEW, seed=4)
+
+
+def scored(recipe, prompts, following, rows=4):
+    lm = small.lm()
+    planned = plan(
+        lm.config,
+        recipe,
+        batch_size=rows,
+        prompt_tokens=max(PROMPTS),
+        max_new_tokens=max(NEW),
+        dtype=lm.dtype,
+        parameter_bytes=0,
+    )
+    return log_likelihoods(lm, prompts, following, planned)
+
+
+@pytest.mark.parametrize("codec", [None, pytest.param("bf16", marks=pytest.mark.slow)])
+def test_likelihoods_are_those_of_one_pass(codec):
+    prompts, following = rows()
+    recipe = recipes.full(16) if codec is None else recipes.uniform(codec, **SMALL)
+    found = scored(recipe, prompts, following)
+    for prompt, ids, own in zip(prompts, following, found, strict=True):
+        logits = kvjax.forward(small.lm(), prompt + ids)[0]
+        logs = np.asarray(jax.nn.log_softmax(logits))[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(own.logs, logs[np.arange(len(ids)), ids], atol=2e-5)
+
+
+def test_a_compressed_cache_is_that_of_a_comparison():
+    """Rows of any lengths together, against one row at a time on the path that is tested most."""
+    prompts, following = rows()
+    recipe = recipes.streaming(budget=24, codec="int4", **SMALL, every=8)
+    found = scored(recipe, prompts, following)
+    ids, prompt = [*prompts[2], *following[2]], len(prompts[2])
+    alone = compare(small.lm(), ids, recipe=recipe, prompt_tokens=prompt, by_tick=True)
+    np.testing.assert_allclose(found[2].logs, -alone.nlls[0], rtol=3e-3, atol=3e-4)
+    assert alone.kl_mean > 1e-4
+    assert found[2].peak_bytes == pytest.approx(alone.bytes["peak"], rel=0.2)
+
+
+FORMS = {
+    "arc": {
+        "id": "q1",
+        "question": "What is wet?",
+        "choices": {"text": ["sand", "rain"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    "piqa": {"goal": "Boil water", "sol1": "heat it", "sol2": "eat it", "label": 0},
+    "hellaswag": {
+        "ind": 4,
+        "activity_label": "Cooking",
+        "ctx_a": "A man [header] stands.",
+        "ctx_b": "he",
+        "endings": ["sits [substeps] down.", "flies."],
+        "label": "1",
+    },
+    "winogrande": {
+        "sentence": "Ann thanked Bea because _ had helped.",
+        "option1": "Ann",
+        "option2": "Bea",
+        "answer": "2",
+    },
+    "own": {"context": "One, two,", "choices": ["three", "four", "five"], "gold": 2},
+}
+READ = {
+    "arc": (("Question: What is wet?\nAnswer:",) * 2, (" sand", " rain"), 1),
+    "piqa": (("Question: Boil water\nAnswer:",) * 2, (" heat it", " eat it"), 0),
+    "hellaswag": (("Cooking: A man stands. He",) * 2, (" sits down.", " flies."), 1),
+    "winogrande": (
+        ("Ann thanked Bea because Ann", "Ann thanked Bea because Bea"),
+        (" had helped.",) * 2,
+        1,
+    ),
+    "own": (("One, two,",) * 3, (" three", " four", " five"), 2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read(form, tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(FORMS[form]) + "\n")
+    [item] = read_items(path, None, 0)
+    assert (item.contexts, item.continuations, item.gold) == READ[form]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answerKey": "C"}, "ValueError"),
+        ({"choices": {"text": ["a"], "label": ["B"]}}, "1 choices"),
+        ({"choices": {"text": ["a", ""], "label": ["A", "B"]}}, "empty"),
+        ({"choices": None}, "TypeError"),
+    ],
+)
+def test_lines_of_no_form_are_told(tmp_path, change, message):
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(FORMS["arc"] | change))
+    with pytest.raises(kvjax.UsageError, match=f"line 1: .*{message}"):
+        read_items(path, None, 0)
+
+
+def test_a_token_across_the_border_is_scored():
+    class Pairs:
+        """Two characters a token."""
+
+        def encode(self, text):
+            return [text[at : at + 2] for at in range(0, len(text), 2)]
+
+    assert split(Pairs(), "abcd", " ef") == (["ab", "cd"], [" e", "f"])
+    assert split(Pairs(), "abc", " ef") == (["ab"], ["c ", "ef"])
+
+
+@pytest.fixture
+def choose(model, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("kvjax.eval.command.keep_compiled_programs", lambda: None)
+    for name, form in FORMS.items():
+        lines = [form | {"id": str(n)} for n in range(3)]
+        if name == "own":
+            lines[1]["gold"], lines[2]["context"] = 0, "Three, two,"
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "recipes.yaml").write_text("- {method: full, page_size: 16}")
+
+    def run(*argv):
+        own = {"--model": model, "--data": tmp_path, "--out": tmp_path / "out"}
+        own |= {"--recipes": tmp_path / "recipes.yaml", "--dtype": "float32", "--batch-size": 7}
+        words = [str(word) for pair in own.items() for word in pair]
+        code = choice.main([*words, *map(str, argv)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_choices_are_counted_by_all_rules(choose, model, tmp_path, monkeypatch):  # noqa: F811
+    code, out, err = choose("--tasks", "own")
+    assert code == 0, err
+    found = json.loads((tmp_path / "out" / "choice.json").read_text())["results"]
+    assert [(one["task"], one["method"], one["items"]) for one in found] == [("own", "full", 3)]
+    lm = kvjax.load(model)
+    right = {"sum": 0, "per_character": 0, "per_token": 0}
+    for item in read_items(tmp_path / "own.jsonl", None, 0):
+        sums = []
+        for context, rest in zip(item.contexts, item.continuations, strict=True):
+            before, ids = split(lm.tokenizer, context, rest)
+            logs = np.asarray(jax.nn.log_softmax(kvjax.forward(lm, before + ids)[0]))
+            sums.append(logs[len(before) - 1 : -1][np.arange(len(ids)), ids].sum())
+        sums = np.array(sums)
+        right["sum"] += sums.argmax() == item.gold
+        right["per_character"] += (sums / [5, 4, 4]).argmax() == item.gold
+        right["per_token"] += (sums / [6, 5, 5]).argmax() == item.gold
+    for rule, count in right.items():
+        assert found[0][rule]["right"] == pytest.approx(count / 3), rule
+    assert out.count("\n") == 1 and found[0]["ratio"] > 1
+
+    def never(*args, **options):
+        raise AssertionError("loaded again")
+
+    monkeypatch.setattr(kvjax, "load", never)
+    assert choose("--tasks", "own")[0] == 0
+
+
+def row(recipe, method, name, right):
+    own = {"budget": None, "codec": None, "share": None, "row_bytes": 1}
+    place = {"task": "t", "id": name, "recipe": recipe, "method": method}
+    return {**place, **own, "right": right, "bytes": {"peak": 2.0, "full_bf16": 4.0}}
+
+
+def test_items_are_paired():
+    rights = [(True, True), (True, False), (False, True), (True, False)]
+    rows = []
+    for n, pair in enumerate(rights):
+        for recipe, method, good in zip(("full", "r"), ("full", "rkv"), pair, strict=True):
+            rows.append(row(recipe, method, str(n), dict.fromkeys(choices.RULES, good)))
+    full, ours = choices.summarise(rows)
+    assert full["sum"]["right"] == 0.75 and ours["sum"]["right"] == 0.5
+    assert ours["per_token"]["paired"] == {"items": 4, "lost": 2, "won": 1, "p": 1.0}
+    assert ours["ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--tasks"),
+        (("--tasks", "absent"), "absent.jsonl"),
+        (("--tasks", "own", "--batch-size", 2), "--batch-size 2"),
+        (("--tasks", "own,own"), "twice"),
+        (("--tasks", "own", "--first", 3), "none from number 3"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(choose, argv, message):
+    code, _, err = choose(*argv)
+    assert code == 2 and message in err
