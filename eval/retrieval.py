@@ -1,0 +1,105 @@
+"""Facts found again in long prompts, under every recipe: ``python -m kvjax.eval.retrieval --help``.
+
+    python -m kvjax.eval.retrieval --model M --lengths 1024,4096 --recipes recipes.yaml --out DIR
+
+See docs/evaluation.md for the prompts and what is written.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from kvjax.command.entry import run_command
+from kvjax.command.options import option
+from kvjax.errors import UsageError
+from kvjax.eval.options import EvalConfig, eval_parser
+
+TASKS = ("needle", "pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalConfig(EvalConfig):
+    """What is hidden, and where; see each option's help."""
+
+    tasks: str = option(
+        "needle,pairs", "needle: one sentence in a text; pairs: one of many keys", joined=True
+    )
+    lengths: str = option("1024,2048,4096", "tokens of a prompt", joined=True)
+    depths: str = option(
+        "0,0.25,0.5,0.75,1", "share of the prompt before what is to be found", joined=True
+    )
+    problems: int = option(8, "of each length and depth", minimum=1)
+    max_new_tokens: int = option(16, "tokens of an answer", minimum=1)
+
+    def __post_init__(self):
+        """Refuse what can be seen to be wrong before anything is read.
+
+        Raises:
+            UsageError: options that cannot be used.
+        """
+        if unknown := [name for name in self.named_tasks() if name not in TASKS]:
+            raise UsageError(f"--tasks takes {', '.join(TASKS)}, got {unknown[0]!r}")
+        if min(self.numbers("lengths", int)) < 1:
+            raise UsageError(f"--lengths must be above 0, got {self.lengths}")
+        depths = self.numbers("depths", float)
+        if not all(0 <= depth <= 1 for depth in depths):
+            raise UsageError(f"--depths must be from 0 to 1, got {self.depths}")
+
+    def named_tasks(self) -> list[str]:
+        return list(dict.fromkeys(name.strip() for name in self.tasks.split(",")))
+
+    def numbers(self, name: str, kind: type) -> list:
+        """The numbers of an option.
+
+        Raises:
+            UsageError: one is none.
+        """
+        text = getattr(self, name)
+        try:
+            return list(dict.fromkeys(kind(part) for part in text.split(",")))
+        except ValueError:
+            raise UsageError(f"--{name} takes numbers and commas, got {text!r}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(RetrievalConfig, _parser, argv, _start)
+
+
+def _parser():
+    return eval_parser(
+        RetrievalConfig,
+        "retrieval",
+        "Hide facts in generated prompts and ask for them under every recipe. Figures go to "
+        "standard output and, with every answer, to the folder.",
+    )
+
+
+def _start(config: RetrievalConfig, actions, interrupts) -> int:
+    from kvjax.eval.command import answer
+    from kvjax.eval.haystack import hidden_groups
+    from kvjax.eval.recipes import shape_of
+    from kvjax.eval.summary import summarise
+
+    groups = hidden_groups(shape_of(config), config)
+
+    def summary(rows):
+        return {
+            "results": summarise(rows, lambda row: row["level"]),
+            "by_depth": summarise(rows, lambda row: (row["level"], row["depth"])),
+        }
+
+    return answer(
+        config,
+        interrupts,
+        "retrieval",
+        groups,
+        summary,
+        sampling={"temperature": 0.0},
+        samples=1,
+        beside=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What is hidden is where it should be, once, in prompts of the length that was asked for."""
+
+import json
+
+import pytest
+
+import kvjax
+from kvjax.decoding.requests import read_prompt
+from kvjax.eval import haystack, retrieval
+from kvjax.eval.options import EvalConfig
+from kvjax.eval.problems import Problem, judge_contains
+from kvjax.eval.recipes import shape_of
+from tests.cli.conftest import model  # noqa: F401
+from tests.eval.test_reasoning import answering, result  # noqa: F401
+
+LENGTHS, DEPTHS = (500, 900), (0.0, 0.5, 1.0)
+
+
+def config(model, **given) -> retrieval.RetrievalConfig:  # noqa: F811
+    own = {"lengths": "500,900", "depths": "0,0.5,1", "problems": 2, "model": str(model)}
+    return retrieval.RetrievalConfig(**own | given)
+
+
+def asked(model, **given):  # noqa: F811
+    own = config(model, **given)
+    return haystack.hidden_groups(shape_of(own), own)
+
+
+def test_prompts_are_as_long_as_was_asked_for(model):  # noqa: F811
+    lm, options = (
+        kvjax.load(model),
+        haystack.prompt_options(EvalConfig().decoding(), kvjax.recipes.full()),
+    )
+    for group in asked(model):
+        longest = 40 if group.task == "pairs" else 75  # characters of a line
+        for problem in group.problems:
+            count = len(read_prompt(lm, 0, problem.prompt, options).ids)
+            assert problem.level - longest < count <= problem.level
+
+
+def test_what_is_hidden_stands_once_at_its_depth(model):  # noqa: F811
+    found = asked(model)
+    assert [(one.task, one.problems[0].level) for one in found] == [
+        (task, length) for task in ("needle", "pairs") for length in LENGTHS
+    ]
+    for group in found:
+        assert [one.depth for one in group.problems] == [d for d in DEPTHS for _ in range(2)]
+        for problem in group.problems:
+            head, *lines = problem.prompt.split("\n")[:-2]
+            assert problem.prompt.count(problem.gold) == 1 and head
+            at = next(n for n, line in enumerate(lines) if problem.gold in line)
+            assert at == round(problem.depth * (len(lines) - 1))
+            name = lines[at].rpartition(": ")[0] or lines[at].split()[4]
+            assert name in problem.prompt.rpartition("\n")[2]
+
+
+def test_problems_are_the_same_again_and_others_of_another_seed(model):  # noqa: F811
+    one, same, other = (asked(model, lengths="500", seed=seed) for seed in (0, 0, 1))
+    assert [a.problems == b.problems for a, b in zip(one, same, strict=True)] == [True, True]
+    assert not any(
+        a.prompt == b.prompt for a, b in zip(one[0].problems, other[0].problems, strict=True)
+    )
+    assert len({problem.prompt for problem in one[0].problems}) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("The number is 12345.", True),
+        ("12345", True),
+        ("112345", False),
+        ("12345 or 54321", True),
+        ("54321 or 12345", False),
+        ("1234", False),
+        ("none", False),
+    ],
+)
+def test_the_first_number_counts(text, right):
+    problem = Problem("a", "b", "12345")
+    assert judge_contains(problem, result([1], text))["right"] is right
+
+
+@pytest.fixture
+def find(model, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("kvjax.eval.command.keep_compiled_programs", lambda: None)
+    (tmp_path / "recipes.yaml").write_text("- {method: streaming, share: 1/2}\n- method: full")
+
+    def run(*argv):
+        own = ["--model", model, "--out", tmp_path / "out", "--recipes", tmp_path / "recipes.yaml"]
+        code = retrieval.main([*map(str, own), "--dtype", "float32", *map(str, argv)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_figures_are_of_every_length_and_depth(find, answering, tmp_path, model):  # noqa: F811
+    golds = {}
+    for group in asked(model):
+        for problem in group.problems:
+            golds[problem.prompt[-60:]] = problem
+    lm = kvjax.load(model)
+
+    def give(method, prompt, seed):
+        problem = golds[lm.tokenizer.decode(prompt)[-63:-3]]
+        lost = method == "streaming" and problem.depth == 0.5
+        return result([1], "0" if lost else problem.gold)
+
+    answering(give)
+    words = ("--lengths", "500,900", "--depths", "0,0.5,1", "--problems", 2)
+    code, _, err = find(*words)
+    assert code == 0, err
+    found = json.loads((tmp_path / "out" / "retrieval.json").read_text())
+    cells = {(r["task"], r["level"], r["recipe"]): r for r in found["results"]}
+    assert len(cells) == 12 and len(found["by_depth"]) == 28
+    lossy = cells["needle", 900, "streaming 1/2"]
+    assert lossy["right"] == pytest.approx(2 / 3) and lossy["paired"]["lost"] == 2
+    assert cells["pairs", "all", "full"]["right"] == 1
+    depth = {
+        tuple(r["level"]): r
+        for r in found["by_depth"]
+        if r["task"] == "pairs" and r["method"] == "streaming" and r["level"] != "all"
+    }
+    assert depth[500, 0.5]["right"] == 0 and depth[500, 1.0]["right"] == 1
+    assert lossy["budget"] > cells["needle", 500, "streaming 1/2"]["budget"] > 37
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--tasks", "straw"), "straw"),
+        (("--lengths", "a"), "--lengths"),
+        (("--lengths", "90"), "too short"),
+        (("--lengths", "70000"), "context"),
+        (("--depths", "2"), "--depths"),
+    ],
+)
+def test_what_cannot_be_hidden_is_refused(find, argv, message):
+    code, _, err = find(*argv)
+    assert code == 2 and message in err
