@@ -1,11 +1,12 @@
 """Prompts in which a number is hidden: generated, the same ones whenever they are asked for."""
 
+import math
 import random
 from collections.abc import Callable
 
 from kvjax.command.inputs import prompt_options
 from kvjax.decoding.requests import read_prompt
-from kvjax.errors import UsageError
+from kvjax.errors import CapacityError, UsageError
 from kvjax.eval.problems import Group, Problem, judge_contains
 from kvjax.eval.retrieval import RetrievalConfig
 from kvjax.loading import LanguageModel
@@ -89,8 +90,11 @@ def hidden_groups(lm: LanguageModel, config: RetrievalConfig) -> list[Group]:
         raise UsageError(f"{lm.source} has no tokenizer: name one with --tokenizer")
     options = prompt_options(config.decoding(), full())
 
-    def count(prompt: str) -> int:
-        return len(read_prompt(lm, 0, prompt, options).ids)
+    def count(prompt: str) -> float:
+        try:
+            return len(read_prompt(lm, 0, prompt, options).ids)
+        except CapacityError:  # of a longer try than will be taken
+            return math.inf
 
     groups = []
     for task in config.named_tasks():
@@ -116,7 +120,7 @@ def _problem(
     depth: float,
     index: int,
     seed: int,
-    count: Callable[[str], int],
+    count: Callable[[str], float],
 ) -> Problem:
     """The longest prompt of at most ``length`` tokens."""
     rng = random.Random(f"{seed}/{task}/{length}/{depth}/{index}")

@@ -1,0 +1,211 @@
+"""From the results of each evaluation to what a table and a picture show of them."""
+
+import dataclasses
+from typing import Any
+
+from kvjax.eval.summary import ALL
+from kvjax.report.units import size
+
+Found = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One recipe in a picture.
+
+    Attributes:
+        series: recipes that differ in their share alone belong together.
+        y: what is measured, with its interval.
+        bytes: of a row, at the peak.
+        budget: in tokens, if it has one.
+        tokens: of an answer; ``seconds`` until it was finished.
+        x: where it stands on a curve over levels.
+    """
+
+    series: str
+    y: float
+    interval: tuple[float, float]
+    bytes: float
+    budget: int | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+    x: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A title, a line of headings and lines of cells."""
+
+    title: str
+    head: list[str]
+    lines: list[list[str]]
+
+
+def series_of(found: Found) -> str:
+    """The recipe's name without the share that it ends with."""
+    return found["recipe"].removesuffix(found["share"] or "").strip() or found["method"]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
+
+
+def _pair(found: Found | None) -> list[str]:
+    if found is None:
+        return ["", "", ""]
+    return [f"{found['lost']}", f"{found['won']}", f"{found['p']:.2g}"]
+
+
+def _held(found: Found, ratio: float) -> list[str]:
+    return [size(found["bytes"]["peak"]), f"{ratio:.3f}"]
+
+
+def _budget(found: Found) -> str:
+    budget = found["budget"]
+    return "" if budget is None else f"{budget:,}" if isinstance(budget, int) else f"{budget:g}"
+
+
+def answer_tables(record: Found) -> list[Table]:
+    """A table for each task and level of answers."""
+    head = ["recipe", "right", "95 %", "lost", "won", "p", "tokens", "of full's", "loops"]
+    head += ["cut off", "late", "peak", "of bf16", "mean", "budget", "seconds"]
+    tables: dict[tuple[str, Any], list[list[str]]] = {}
+    for found in record["results"]:
+        lines = tables.setdefault((found["task"], found["level"]), [])
+        if "refused" in found:
+            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            continue
+        line = [found["recipe"], percent(found["right"]), _interval(found["interval"])]
+        line += _pair(found.get("paired"))
+        if "generated" in found:
+            line += [f"{found['generated']:,.0f}", _times(found.get("length_beside_full"))]
+            line += [percent(found["loops"]), percent(found["truncated"])]
+            line += [percent(found["late"]) if "late" in found else ""]
+            line += _held(found, found["ratio"]["peak"])
+            line += [size(found["bytes"]["mean"]), _budget(found), f"{found['seconds']:.1f}"]
+        lines.append(line)
+    return [Table(_title(*at), head, lines) for at, lines in tables.items()]
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _title(task: str, level: Any) -> str:
+    return task if level == ALL else f"{task}, {level}"
+
+
+def perplexity_tables(record: Found) -> list[Table]:
+    """The table of a text's perplexities."""
+    head = ["recipe", "perplexity", "95 %", "nats beside full", "KL", "top-1", "peak"]
+    head += ["of bf16", "budget"]
+    lines = []
+    for found in record["results"]:
+        if "refused" in found:
+            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            continue
+        low, high = found["interval"]
+        apart = found.get("beside_full")
+        lines.append(
+            [
+                found["recipe"],
+                f"{found['perplexity']:.3f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{apart['nll']:+.4f} ± {apart['error']:.4f}" if apart else "",
+                f"{found['kl']:.2e}",
+                percent(found["top1"]),
+                *_held(found, found["ratio"]["peak"]),
+                _budget(found),
+            ]
+        )
+    title = (
+        f"{record['text']}: window {record['window']:,}, stride {record['stride']:,}, "
+        f"{record['scored']:,} tokens scored"
+    )
+    return [Table(title, head, lines)]
+
+
+def choice_tables(record: Found) -> list[Table]:
+    """A table for each task of multiple choice."""
+    head = ["recipe", "sum", "95 %", "lost", "won", "p", "per character", "per token", "peak"]
+    head += ["of bf16", "budget"]
+    tables: dict[str, list[list[str]]] = {}
+    for found in record["results"]:
+        lines = tables.setdefault(found["task"], [])
+        if "refused" in found:
+            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            continue
+        by_sum = found["sum"]
+        line = [found["recipe"], percent(by_sum["right"]), _interval(by_sum["interval"])]
+        line += _pair(by_sum.get("paired"))
+        line += [percent(found[rule]["right"]) for rule in ("per_character", "per_token")]
+        lines.append([*line, *_held(found, found["ratio"]), _budget(found)])
+    return [Table(task, head, lines) for task, lines in tables.items()]
+
+
+def depth_tables(record: Found) -> list[Table]:
+    """For each task and recipe what was found, lengths down and depths across."""
+    cells: dict[tuple[str, str], dict[tuple[Any, Any], float]] = {}
+    for found in record.get("by_depth", []):
+        if found["level"] != ALL:
+            own = cells.setdefault((found["task"], found["recipe"]), {})
+            own[tuple(found["level"])] = found["right"]
+    tables = []
+    for (task, recipe), own in cells.items():
+        lengths, depths = (sorted({at[i] for at in own}) for i in (0, 1))
+        lines = [
+            [
+                f"{length:,}",
+                *(percent(own[length, d]) if (length, d) in own else "" for d in depths),
+            ]
+            for length in lengths
+        ]
+        head = ["tokens", *(f"depth {depth:g}" for depth in depths)]
+        tables.append(Table(f"{task}, {recipe}: right by length and depth", head, lines))
+    return tables
+
+
+def points(record: Found) -> dict[str, list[Point]]:
+    """What is drawn, by the task; over all levels of it."""
+    drawn: dict[str, list[Point]] = {}
+    for found in _run(record):
+        if found.get("level", ALL) == ALL or _levels(record, found["task"]) == [found["level"]]:
+            drawn.setdefault(found.get("task", record.get("text", "")), []).append(_point(found))
+    return drawn
+
+
+def curves(record: Found) -> dict[str, list[Point]]:
+    """Of tasks with several levels that are numbers, every level of every recipe."""
+    drawn: dict[str, list[Point]] = {}
+    for found in _run(record):
+        level = found.get("level", ALL)
+        if isinstance(level, int) and len(_levels(record, found["task"])) > 1:
+            point = dataclasses.replace(_point(found), series=found["recipe"], x=level)
+            drawn.setdefault(found["task"], []).append(point)
+    return drawn
+
+
+def _run(record: Found) -> list[Found]:
+    return [found for found in record["results"] if "refused" not in found and "bytes" in found]
+
+
+def _levels(record: Found, task: str) -> list[Any]:
+    found = {one["level"] for one in _run(record) if one["task"] == task and one["level"] != ALL}
+    return sorted(found, key=str)
+
+
+def _point(found: Found) -> Point:
+    own = found.get("sum", found)
+    return Point(
+        series=series_of(found),
+        y=found["perplexity"] if "perplexity" in found else own["right"],
+        interval=tuple(own["interval"]),
+        bytes=found["bytes"]["peak"],
+        budget=found["budget"] if isinstance(found["budget"], int) else None,
+        tokens=found.get("generated"),
+        seconds=found.get("seconds"),
+    )
