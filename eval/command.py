@@ -16,7 +16,7 @@ from kvjax.eval.options import EvalConfig
 from kvjax.eval.problems import Group
 from kvjax.eval.recipes import Settled, read_recipes, shape_of
 from kvjax.eval.rows import Rows, write_results
-from kvjax.eval.summary import described
+from kvjax.eval.summary import ALL, described
 from kvjax.loading import LanguageModel
 from kvjax.report.progress import ProgressLine
 from kvjax.report.say import say
@@ -108,7 +108,8 @@ def refusals(todo: list[Job]) -> list[dict[str, Any]]:
     for job in todo:
         if job.settled.recipe is None:
             group = job.asked.group
-            level = group.problems[0].level if group.task == "reasoner" else "all"
+            levels = {problem.level for problem in group.problems}
+            level = levels.pop() if len(levels) == 1 and None not in levels else ALL
             place = {"task": group.task, "level": level}
             found.append(place | refusal(job.settled))
     return found

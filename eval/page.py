@@ -46,7 +46,7 @@ figure { margin: 0 } figcaption { font-weight: 600 }
 img { width: 100%; height: auto; max-width: 36rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap }
-td.reason { text-align: left; white-space: normal; min-width: 14rem; color: #8a1c2c }
+p.refused { color: #8a1c2c; margin: .3rem 0 }
 th { border-bottom: 2px solid #1f6f8b } tr + tr td, tr + tr th { border-top: 1px solid #ddd }
 tr > :first-child { text-align: left; position: sticky; left: 0; background: #fff }
 pre { background: #f4f4f2; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere }
@@ -163,19 +163,13 @@ def _figure(picture: Picture) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in table.head)
-    lines = "".join(_line(line, len(table.head)) for line in table.lines)
-    return (
-        f"<h3>{_text(table.title)}</h3><div class=scroll><table>"
-        f"<tr>{head}</tr>{lines}</table></div>"
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in line) + "</tr>"
+        for line in table.lines
     )
-
-
-def _line(cells: list[str], width: int) -> str:
-    """A line of a table; one that only has a name and a reason says it across the others."""
-    if len(cells) == 2 < width:
-        name, reason = map(_text, cells)
-        return f"<tr><td>{name}</td><td class=reason colspan={width - 1}>{reason}</td></tr>"
-    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
+    notes = "".join(f"<p class=refused>Refused: {_text(note)}</p>" for note in table.notes)
+    shown = f"<div class=scroll><table><tr>{head}</tr>{lines}</table></div>" if lines else ""
+    return f"<h3>{_text(table.title)}</h3>{shown}{notes}"
 
 
 def _text(text: str) -> str:

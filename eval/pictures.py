@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kvjax.eval.tables import Point
-from kvjax.report.units import size
 
 COLORS = ("#1f6f8b", "#d1495b", "#c8a15a", "#7fb069", "#6a4c93", "#ff8c42", "#3d5a80", "#888888")
 MARKERS = "oDs^vPX"
@@ -17,7 +16,7 @@ _FULL = "full"
 
 def against_bytes(points: Sequence[Point], what: str) -> bytes:
     """What is measured over the bytes that a row holds at its peak."""
-    return _draw(points, lambda point: point.bytes, "bytes of a row at the peak", what, size)
+    return _draw(points, lambda point: point.bytes / 2**20, "MiB of a row at the peak", what)
 
 
 def against_budget(points: Sequence[Point], what: str) -> bytes | None:
@@ -31,7 +30,6 @@ def against_budget(points: Sequence[Point], what: str) -> bytes | None:
         lambda point: point.budget,
         "budget, tokens a KV head",
         what,
-        lambda value: f"{value:,.0f}",
         full=full,
     )
 
@@ -59,7 +57,7 @@ def tokens_and_time(points: Sequence[Point]) -> bytes | None:
 
 def by_level(points: Sequence[Point], what: str) -> bytes:
     """A curve for each recipe over the levels of a task, with intervals."""
-    return _draw(points, lambda point: point.x, "level", what, lambda value: f"{value:,.0f}")
+    return _draw(points, lambda point: point.x, "level", what)
 
 
 def _draw(
@@ -67,7 +65,6 @@ def _draw(
     x: Callable[[Point], float],
     x_label: str,
     y_label: str,
-    unit: Callable[[float], str],
     full: Point | None = None,
 ) -> bytes:
     figure, axes = _axes(x_label, y_label)
@@ -98,10 +95,11 @@ def _draw(
     values = sorted({x(point) for point in points})
     if values[0] > 0 and values[-1] > 4 * values[0]:
         axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     if shares:
         axes.set_ylim(-3, 103)
-    axes.tick_params(axis="x", labelrotation=20)
     return _png(figure, axes)
 
 

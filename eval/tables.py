@@ -34,11 +34,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A title, a line of headings and lines of cells."""
+    """A title, a line of headings, lines of cells, and what is said below them."""
 
     title: str
     head: list[str]
-    lines: list[list[str]]
+    lines: list[list[str]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def refuse(self, found: Found) -> None:
+        self.notes.append(f"{found['recipe']}: {found['refused']}")
 
 
 def series_of(found: Found) -> str:
@@ -73,11 +77,12 @@ def answer_tables(record: Found) -> list[Table]:
     """A table for each task and level of answers."""
     head = ["recipe", "right", "95 %", "lost", "won", "p", "tokens", "of full's", "loops"]
     head += ["cut off", "late", "peak", "of bf16", "mean", "budget", "seconds"]
-    tables: dict[tuple[str, Any], list[list[str]]] = {}
+    tables: dict[str, Table] = {}
     for found in record["results"]:
-        lines = tables.setdefault((found["task"], found["level"]), [])
+        title = _title(found["task"], found["level"])
+        table = tables.setdefault(title, Table(title, head))
         if "refused" in found:
-            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            table.refuse(found)
             continue
         line = [found["recipe"], percent(found["right"]), _interval(found["interval"])]
         line += _pair(found.get("paired"))
@@ -87,8 +92,8 @@ def answer_tables(record: Found) -> list[Table]:
             line += [percent(found["late"]) if "late" in found else ""]
             line += _held(found, found["ratio"]["peak"])
             line += [size(found["bytes"]["mean"]), _budget(found), f"{found['seconds']:.1f}"]
-        lines.append(line)
-    return [Table(_title(*at), head, lines) for at, lines in tables.items()]
+        table.lines.append(line + [""] * (len(head) - len(line)))
+    return list(tables.values())
 
 
 def _times(ratio: float | None) -> str:
@@ -103,14 +108,18 @@ def perplexity_tables(record: Found) -> list[Table]:
     """The table of a text's perplexities."""
     head = ["recipe", "perplexity", "95 %", "nats beside full", "KL", "top-1", "peak"]
     head += ["of bf16", "budget"]
-    lines = []
+    title = (
+        f"{record['text']}: window {record['window']:,}, stride {record['stride']:,}, "
+        f"{record['scored']:,} tokens scored"
+    )
+    table = Table(title, head)
     for found in record["results"]:
         if "refused" in found:
-            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            table.refuse(found)
             continue
         low, high = found["interval"]
         apart = found.get("beside_full")
-        lines.append(
+        table.lines.append(
             [
                 found["recipe"],
                 f"{found['perplexity']:.3f}",
@@ -122,29 +131,25 @@ def perplexity_tables(record: Found) -> list[Table]:
                 _budget(found),
             ]
         )
-    title = (
-        f"{record['text']}: window {record['window']:,}, stride {record['stride']:,}, "
-        f"{record['scored']:,} tokens scored"
-    )
-    return [Table(title, head, lines)]
+    return [table]
 
 
 def choice_tables(record: Found) -> list[Table]:
     """A table for each task of multiple choice."""
     head = ["recipe", "sum", "95 %", "lost", "won", "p", "per character", "per token", "peak"]
     head += ["of bf16", "budget"]
-    tables: dict[str, list[list[str]]] = {}
+    tables: dict[str, Table] = {}
     for found in record["results"]:
-        lines = tables.setdefault(found["task"], [])
+        table = tables.setdefault(found["task"], Table(found["task"], head))
         if "refused" in found:
-            lines.append([found["recipe"], f"refused: {found['refused']}"])
+            table.refuse(found)
             continue
         by_sum = found["sum"]
         line = [found["recipe"], percent(by_sum["right"]), _interval(by_sum["interval"])]
         line += _pair(by_sum.get("paired"))
         line += [percent(found[rule]["right"]) for rule in ("per_character", "per_token")]
-        lines.append([*line, *_held(found, found["ratio"]), _budget(found)])
-    return [Table(task, head, lines) for task, lines in tables.items()]
+        table.lines.append([*line, *_held(found, found["ratio"]), _budget(found)])
+    return list(tables.values())
 
 
 def depth_tables(record: Found) -> list[Table]:

@@ -12,7 +12,7 @@ from kvjax.command.files import read_text
 from kvjax.command.interrupt import Interrupts
 from kvjax.command.output import print_out
 from kvjax.compare import compare, reference
-from kvjax.errors import UsageError
+from kvjax.errors import NumericalError, UsageError
 from kvjax.eval.command import finish, load, open_rows, refusal, telling
 from kvjax.eval.perplexity import PerplexityConfig
 from kvjax.eval.recipes import Settled, Work, read_recipes, settle, shape_of
@@ -116,6 +116,11 @@ class _Passes:
                 row = {"key": key, "window": index, "recipe": one.name, **one.as_dict()}
                 row["scored"] = config.stride
                 row["nll"] = float(found.nlls[index - start].mean(dtype=np.float64))
+                if not math.isfinite(row["nll"]):
+                    raise NumericalError(
+                        f"recipe {one.name}, window {index}: the logits hold NaN or infinity; try "
+                        "--dtype float32, or check the weights"
+                    )
                 row["kl"] = float(found.kl[index - start].mean(dtype=np.float64))
                 # Of the batch, whose windows are of one length.
                 row |= {"top1": found.top1_agreement, "nll_full": found.nll_full}

@@ -108,7 +108,7 @@ def test_the_page_holds_all_and_needs_nothing(page, folder):
     assert "<title>A &amp; B</title>" in page and "<b>" not in page and "&lt;b&gt;&amp;" in page
     for text in (
         "66.7 %",
-        "refused: too few bytes",
+        "Refused: tiny: too few bytes",
         RUN["command"],
         "abc1234",
         "17.250",
@@ -121,9 +121,7 @@ def test_the_page_holds_all_and_needs_nothing(page, folder):
 def test_tables_have_a_cell_for_every_heading(page):
     for table in re.findall(r"<table>(.*?)</table>", page, re.S):
         head, *lines = re.findall(r"<tr>(.*?)</tr>", table, re.S)
-        for line in lines:
-            spans = sum(int(n) - 1 for n in re.findall(r"colspan=(\d+)", line))
-            assert line.count("<td") + spans == head.count("<th>")
+        assert lines and {line.count("<td>") for line in lines} == {head.count("<th>")}
 
 
 def test_recipes_of_one_kind_are_a_line():
