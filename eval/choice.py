@@ -6,6 +6,7 @@
 See docs/evaluation.md for the formats and what is written.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -40,10 +41,11 @@ class ChoiceConfig(EvalConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(ChoiceConfig, _parser, argv, _start)
+    return run_command(ChoiceConfig, choice_parser, argv, _start)
 
 
-def _parser():
+def choice_parser() -> argparse.ArgumentParser:
+    """Flags of every option, and of what is done with them."""
     return eval_parser(
         ChoiceConfig,
         "choice",

@@ -3,12 +3,12 @@
 import base64
 import dataclasses
 import html
+import importlib.util
 import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from kvjax.command.files import check_matplotlib
 from kvjax.command.output import OutputError
 from kvjax.errors import UsageError
 from kvjax.eval.tables import (
@@ -71,10 +71,11 @@ def write_report(folder: str, title: str) -> pathlib.Path:
         title: of the page.
 
     Raises:
-        UsageError: there are no results, or they cannot be read.
+        UsageError: there are no results, they cannot be read, or matplotlib is missing.
         OutputError: the page cannot be written.
     """
-    check_matplotlib("kvjax.eval.report")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("a report needs matplotlib: `pip install 'kvjax[eval]'` brings it")
     root = pathlib.Path(folder)
     if not root.is_dir():
         raise UsageError(f"{folder} is no folder: name the --out of an evaluation")

@@ -6,6 +6,7 @@
 See docs/evaluation.md for what is scored and what is written.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -44,10 +45,11 @@ class PerplexityConfig(EvalConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(PerplexityConfig, _parser, argv, _start)
+    return run_command(PerplexityConfig, perplexity_parser, argv, _start)
 
 
-def _parser():
+def perplexity_parser() -> argparse.ArgumentParser:
+    """Flags of every option, and of what is done with them."""
     return eval_parser(
         PerplexityConfig,
         "perplexity",

@@ -6,6 +6,7 @@
 See docs/evaluation.md for the tasks, the recipes' file and what is written.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -71,10 +72,11 @@ class ReasoningConfig(EvalConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(ReasoningConfig, _parser, argv, _start)
+    return run_command(ReasoningConfig, reasoning_parser, argv, _start)
 
 
-def _parser():
+def reasoning_parser() -> argparse.ArgumentParser:
+    """Flags of every option, and of what is done with them."""
     return eval_parser(
         ReasoningConfig,
         "reasoning",

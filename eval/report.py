@@ -24,10 +24,11 @@ class ReportConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(ReportConfig, _parser, argv, _start)
+    return run_command(ReportConfig, report_parser, argv, _start)
 
 
-def _parser() -> argparse.ArgumentParser:
+def report_parser() -> argparse.ArgumentParser:
+    """The folder, and flags of every option."""
     parser = make_parser(
         ReportConfig,
         prog="python -m kvjax.eval.report",

@@ -5,6 +5,7 @@
 See docs/evaluation.md for the prompts and what is written.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -63,10 +64,11 @@ class RetrievalConfig(EvalConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(RetrievalConfig, _parser, argv, _start)
+    return run_command(RetrievalConfig, retrieval_parser, argv, _start)
 
 
-def _parser():
+def retrieval_parser() -> argparse.ArgumentParser:
+    """Flags of every option, and of what is done with them."""
     return eval_parser(
         RetrievalConfig,
         "retrieval",

@@ -11,6 +11,11 @@ import pytest
 from kvjax.command.calibrate_options import CalibrateConfig, calibrate_parser
 from kvjax.command.options import parse
 from kvjax.command.train_dynakv_options import TrainDynaKVConfig, train_dynakv_parser
+from kvjax.eval.choice import ChoiceConfig, choice_parser
+from kvjax.eval.perplexity import PerplexityConfig, perplexity_parser
+from kvjax.eval.reasoning import ReasoningConfig, reasoning_parser
+from kvjax.eval.report import ReportConfig, report_parser
+from kvjax.eval.retrieval import RetrievalConfig, retrieval_parser
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,6 +78,11 @@ def test_commands_in_a_sentence_name_a_module_and_its_flags(command):
 PARSED = {
     "kvjax.calibrate": (CalibrateConfig, calibrate_parser),
     "kvjax.train_dynakv": (TrainDynaKVConfig, train_dynakv_parser),
+    "kvjax.eval.choice": (ChoiceConfig, choice_parser),
+    "kvjax.eval.perplexity": (PerplexityConfig, perplexity_parser),
+    "kvjax.eval.reasoning": (ReasoningConfig, reasoning_parser),
+    "kvjax.eval.report": (ReportConfig, report_parser),
+    "kvjax.eval.retrieval": (RetrievalConfig, retrieval_parser),
 }
 
 
