@@ -138,7 +138,7 @@ def answer(
         summary: makes the figures.
         sampling: options of ``kvjax.stream``.
         samples: answers to each problem.
-        beside: see ``kvjax.eval.settings.Work``.
+        beside: see ``kvjax.eval.recipes.Work``.
 
     Raises:
         KvjaxError: nothing more can be done; rows written so far stay.

@@ -47,6 +47,8 @@ def test_likelihoods_are_those_of_one_pass(codec):
         logits = kvjax.forward(small.lm(), prompt + ids)[0]
         logs = np.asarray(jax.nn.log_softmax(logits))[len(prompt) - 1 : -1]
         np.testing.assert_allclose(own.logs, logs[np.arange(len(ids)), ids], atol=2e-5)
+    counts = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, following, strict=True)]
+    assert len({own.full_bytes / n for own, n in zip(found, counts, strict=True)}) == 1
 
 
 def test_a_compressed_cache_is_that_of_a_comparison():

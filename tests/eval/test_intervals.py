@@ -28,6 +28,12 @@ def test_samples_that_are_all_alike_add_nothing():
     assert effective_count([[True] * 8] * 20) == 20 == effective_count([[False] * 8] * 20)
 
 
+def test_it_is_the_share_of_the_variance():
+    """Shares of 1, 1/2, 0, 1/2: a variance of 1/6 where one answer's is 1/4, of four problems."""
+    answers = [[True, True], [True, False], [False, False], [False, True]]
+    assert effective_count(answers) == pytest.approx(1 / 4 * 4 / (1 / 6))
+
+
 def test_independent_samples_count_one_by_one():
     rng = np.random.default_rng(0)
     found = effective_count((rng.random((4000, 4)) < 0.3).tolist())

@@ -72,6 +72,7 @@ def test_problems_are_the_same_again_and_others_of_another_seed(model):  # noqa:
         ("The number is 12345.", True),
         ("12345", True),
         ("112345", False),
+        ("123456", False),
         ("12345 or 54321", True),
         ("54321 or 12345", False),
         ("1234", False),
