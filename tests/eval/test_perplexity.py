@@ -13,7 +13,6 @@ from tests.cli.conftest import model  # noqa: F401
 WINDOW, STRIDE = 64, 24
 TEXT = "".join(chr(32 + (7 * n * n + n // 5) % 95) for n in range(WINDOW + 4 * STRIDE + 5))
 RECIPES = """
-- {method: streaming, kv_budget: 40, page_size: 16}
 - method: full
 - {name: tight, method: rkv, share: 1/16}
 """
@@ -58,20 +57,12 @@ def expected(model) -> tuple[float, int]:  # noqa: F811
 def test_perplexity_is_that_of_every_token_once(measure, model, tmp_path):  # noqa: F811
     code, out, _ = measure()
     found = json.loads((tmp_path / "out" / "perplexity.json").read_text())
-    full, streaming, tight = found["results"]
+    full, tight = found["results"]
     value, count = expected(model)
     assert code == 6 and "fewest tokens" in tight["refused"]
     assert out.startswith(f"window {WINDOW}, stride {STRIDE}: 5 windows, 120 of 165 tokens")
     assert full["perplexity"] == pytest.approx(value, rel=1e-5) and full["scored"] == count == 120
     assert full["kl"] < 1e-6 and full["top1"] == 1 and full["method"] == "full"
-    assert streaming["kl"] > 1e-4 and streaming["perplexity"] != pytest.approx(value, rel=1e-4)
-    assert streaming["bytes"]["peak"] > 0 and streaming["budget"] == 40
-    lines = (tmp_path / "out" / "perplexity.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    ours, theirs = ([r["nll"] for r in rows if r["method"] == m] for m in ("streaming", "full"))
-    apart = np.subtract(ours, theirs)
-    assert streaming["beside_full"]["nll"] == pytest.approx(apart.mean())
-    assert streaming["beside_full"]["error"] == pytest.approx(apart.std(ddof=1) / math.sqrt(5))
     low, high = full["interval"]
     assert low < full["perplexity"] < high
 
@@ -82,6 +73,28 @@ def test_perplexity_is_that_of_every_token_once(measure, model, tmp_path):  # no
         patch.setattr(kvjax, "load", never)
         assert measure()[0] == 6
     assert json.loads((tmp_path / "out" / "perplexity.json").read_text())["results"][0] == full
+
+
+def row(recipe, window, nll):
+    method = "full" if recipe == "full" else "rkv"
+    own = {"budget": None, "codec": None, "share": None, "row_bytes": 1, "kl": 0.1, "top1": 0.9}
+    held = {"bytes": {"peak": 2.0 + window}, "ratio": {"peak": 0.5}, "scored": 10}
+    return {"recipe": recipe, "window": window, "method": method, "nll": nll, **own, **held}
+
+
+def test_recipes_are_set_beside_the_full_cache_window_by_window():
+    values = {"full": [1.0, 3.0, 2.0, 9.0], "rkv": [1.5, 3.1, 2.3]}
+    rows = [row(name, n, nll) for name, own in values.items() for n, nll in enumerate(own)]
+    full, ours = windows.summarise(rows)
+    assert full["perplexity"] == pytest.approx(math.exp(15 / 4)) and full["scored"] == 40
+    apart = np.array([0.5, 0.1, 0.3])
+    assert ours["beside_full"]["windows"] == 3 and ours["bytes"]["peak"] == 3
+    assert ours["beside_full"]["nll"] == pytest.approx(apart.mean())
+    assert ours["beside_full"]["error"] == pytest.approx(apart.std(ddof=1) / math.sqrt(3))
+    error = np.std(values["rkv"], ddof=1) / math.sqrt(3)
+    bounds = np.exp(2.3 + 1.96 * error * np.array([-1, 1]))
+    np.testing.assert_allclose(ours["interval"], bounds)
+    assert "beside_full" not in full
 
 
 def test_every_token_is_scored_once():
