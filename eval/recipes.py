@@ -109,7 +109,7 @@ class Work:
     Attributes:
         prompts: tokens of every prompt.
         new_tokens: that may follow a prompt.
-        beside: a share is of the ``share_tokens`` behind the prompt, which comes on top and stays;
+        beside: a share is of the ``share_tokens`` behind the prompt, whose own come on top;
             otherwise it is of prompt and new tokens together.
         share_tokens: see ``beside``.
     """
