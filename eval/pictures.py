@@ -50,8 +50,8 @@ def tokens_and_time(points: Sequence[Point]) -> bytes | None:
             markersize=8,
             label=series,
         )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1.1 * max(point.tokens for point in answered))
+    axes.set_ylim(0, 1.1 * max(point.seconds for point in answered))
     return _png(figure, axes)
 
 
