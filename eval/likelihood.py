@@ -88,10 +88,12 @@ def log_likelihoods(
 
 
 def _note(logs: list[BytesLog], now: Held, active: np.ndarray) -> None:
-    found = {name: np.asarray(value) for name, value in vars(now).items()}
+    found = jax.tree.map(np.asarray, vars(now))
     for row, log in enumerate(logs):
         if active[row]:
-            log.add(int(found["length"][row]), found["slots"][row], found["pages"][row])
+            latents = None if found["latents"] is None else found["latents"][row]
+            held_now = found["slots"][row], found["pages"][row]
+            log.add(int(found["length"][row]), *held_now, latents=latents)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax import loading
 from kvjax.cache.plan import largest_budget
-from kvjax.command.calibrated import calibrated
+from kvjax.command.calibrated import calibrated, check_adapter
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.fit import settled_recipe
 from kvjax.command.options import entries, merge, typed_options
@@ -206,6 +206,7 @@ def _outline(lm: LanguageModel, prompt: int, new: int) -> Outline:
 def _of_bytes(named: Named, outlined: Outline, whole: float) -> Recipe:
     """The recipe with the largest budget that takes no more than its share of ``whole`` bytes."""
     recipe = calibrated(given_recipe(named.config), named.config)
+    check_adapter(recipe, named.config)
     limit, least = int(named.share * int(whole)), outlined.least_budget(recipe)
     budget = largest_budget(recipe, limit, outlined.plan, least)
     if budget is None:
