@@ -17,7 +17,7 @@ from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket
 from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import Held, force_chunk, force_together, held
-from kvjax.decoding.generate import NARROWEST
+from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.decoding.report import BytesLog

@@ -3,6 +3,7 @@
 from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
+from kvjax.cache.rows import put_rows, take_rows
 from kvjax.cache.slots import (
     append,
     compact,
@@ -28,9 +29,11 @@ __all__ = [
     "held",
     "init_cache",
     "plan",
+    "put_rows",
     "reserve",
     "reserve_layer",
     "reset_rows",
     "revalue",
     "store",
+    "take_rows",
 ]

@@ -178,17 +178,31 @@ def as_stored(
 
 def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
     """Empty some rows and give back all their pages, so that they can start again."""
-    layers = []
-    for layer in cache.layers:
-        for index, table in enumerate(layer.tables):
-            keep = jnp.broadcast_to(
-                ~rows[:, None, None, None], (*table.shape, layer.pools[index].page_size)
-            )
-            layer = evict(layer, index, keep)
-            owned = jnp.broadcast_to(rows[:, None, None], table.shape)
-            table, free = give_pages(layer.free[index], layer.tables[index], owned)
-            layer = replace_class(layer, index, tables=table, free=free)
-        layers.append(layer)
+    layers = tuple(reset_layer(layer, rows) for layer in cache.layers)
+    return reset_counters(dataclasses.replace(cache, layers=layers), rows)
+
+
+def reset_layer(layer: LayerCache, rows: Bool[Array, " B"]) -> LayerCache:
+    """One layer of ``reset_rows``.
+
+    The pages come back zeroed: a NaN that a row has left must not meet a later owner's attention
+    weight of zero.
+    """
+    for index, table in enumerate(layer.tables):
+        keep = jnp.broadcast_to(
+            ~rows[:, None, None, None], (*table.shape, layer.pools[index].page_size)
+        )
+        pages = jnp.where(rows[:, None, None], table, SCRATCH_PAGE)
+        layer = replace_class(layer, index, pools=_zeroed(layer.pools[index], pages))
+        layer = evict(layer, index, keep)
+        owned = jnp.broadcast_to(rows[:, None, None], table.shape)
+        table, free = give_pages(layer.free[index], layer.tables[index], owned)
+        layer = replace_class(layer, index, tables=table, free=free)
+    return layer
+
+
+def reset_counters(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
+    """The rest of ``reset_rows``: what rows have beside their pages."""
     counters = {
         name: jnp.where(rows, 0, getattr(cache, name))
         for name in ("length", "prompt", "stored", "crowded")
@@ -201,13 +215,27 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         counters["thoughts"] = jax.tree.map(
             lambda new, old: jnp.where(rows[:, None], new, old), none, cache.thoughts
         )
-    return dataclasses.replace(cache, layers=tuple(layers), **counters)
+    return dataclasses.replace(cache, **counters)
 
 
-def compact(layer: LayerCache, index: int) -> LayerCache:
+def _zeroed(pool: KVPages, pages: Int[Array, "B Hkv P"]) -> KVPages:
+    names = ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")
+    held = {name: getattr(pool, name) for name in names}
+    zero = {
+        name: array.at[pages].set(jnp.zeros((), array.dtype))
+        for name, array in held.items()
+        if array is not None
+    }
+    return dataclasses.replace(pool, **zero)
+
+
+def compact(layer: LayerCache, index: int, due: Bool[Array, " B"] | None = None) -> LayerCache:
     """Move the live slots of each KV head to its first pages, byte for byte; free the rest.
 
     For once, after much was evicted: it copies all that the class's tables name.
+
+    Args:
+        due: rows to do this in; all if None.
 
     Raises:
         ValueError: slots of the class share scales, which cannot move with one of them.
@@ -216,7 +244,10 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
     if layer.codecs[index].group > 1:
         raise ValueError(f"slots of {layer.codecs[index].name} share scales and cannot be moved")
     rows, heads, width = table.shape
-    order = jnp.argsort(pool.bias[table].reshape(rows, heads, -1) == -jnp.inf, -1, stable=True)
+    free_slots = pool.bias[table].reshape(rows, heads, -1) == -jnp.inf
+    if due is not None:  # where none is free, none moves
+        free_slots &= due[:, None, None]
+    order = jnp.argsort(free_slots, -1, stable=True)
 
     def move(array, axis):
         """Reorder the slots, which lie along ``axis`` of the pool's array."""
@@ -236,6 +267,8 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
         pool, **{name: move(getattr(pool, name), axis) for name, axis in axes.items()}
     )
     empty = ~(pool.bias[table] > -jnp.inf).any(-1)
+    if due is not None:
+        empty &= due[:, None, None]
     table, free = give_pages(free, table, empty)
     return replace_class(layer, index, pools=pool, tables=table, free=free)
 

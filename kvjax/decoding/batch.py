@@ -1,5 +1,7 @@
-"""The host's side of a batch: hands tokens to their rows and accounts for what they took."""
+"""The host's side of the rows in flight: who decodes where, and what each request took."""
 
+import collections
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -8,19 +10,53 @@ import numpy as np
 
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import ChunkOutput
-from kvjax.decoding.clock import Clock
+from kvjax.decoding.clock import Clock, Lap
 from kvjax.decoding.events import Event, FinishReason, Progress, Result
+from kvjax.decoding.maintain import IDLE
 from kvjax.decoding.report import BytesLog, report
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.row import Row
 from kvjax.loading import LanguageModel
 
 
-class Batch:
-    """Rows that decode together; ``rows[i]`` is row ``i`` of every device array.
+@dataclasses.dataclass
+class Flight:
+    """A request that has got a row.
 
     Attributes:
-        numerical_error: the last row's error if its logits were not finite.
+        row: its tokens and text.
+        log: what its cache held.
+        lap: its times.
+        done: decode steps dispatched for it.
+    """
+
+    row: Row
+    log: BytesLog
+    lap: Lap
+    done: int = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the host has not seen its end."""
+        return self.row.finish is None
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether it can get more tokens than those that have been dispatched."""
+        return self.running and self.done < self.row.request.max_new - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has in the cache, at most, after what has been dispatched."""
+        return len(self.row.request.ids) + self.done
+
+
+class Batch:
+    """Requests that share the rows of a plan: each takes a row when one is free.
+
+    Attributes:
+        flights: by row, whose pages it holds; None where it is empty.
+        numerical_error: the last request's error whose logits were not finite.
     """
 
     def __init__(
@@ -31,39 +67,87 @@ class Batch:
         planned: Plan,
         clock: Clock,
     ):
-        self.rows = [Row(lm, request, options) for request in requests]
+        self.flights: list[Flight | None] = [None] * planned.geometry.rows
         self.numerical_error: str | None = None
+        self._waiting = collections.deque(requests)
+        self._unread: list[Flight] = []  # that have begun and whose end has not been seen
+        self._limit = sum(request.max_new for request in requests)
+        self._generated = 0
         self._lm, self._options, self._planned, self._clock = lm, options, planned, clock
-        self._log = [BytesLog(planned.geometry) for _ in requests]
+        self._lap = Lap(clock)
 
-    def running(self) -> bool:
-        return any(row.finish is None for row in self.rows)
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._waiting or self._unread)
+
+    def vacate(self) -> list[int]:
+        """Rows whose pages are to go back, since others wait and no step will need them.
+
+        A row's last token need not have been read by then: it is enough that it is dispatched.
+        """
+        rows = []
+        for row, flight in enumerate(self.flights):
+            if self._waiting and flight is not None and not flight.needs_steps:
+                self.flights[row] = None
+                rows.append(row)
+        return rows
+
+    def admit(self) -> list[int]:
+        """Give empty rows to requests that wait, in their order; returns the rows."""
+        rows = []
+        for row, flight in enumerate(self.flights):
+            if self._waiting and flight is None:
+                own = Row(self._lm, self._waiting.popleft(), self._options)
+                new = Flight(own, BytesLog(self._planned.geometry), Lap(self._clock))
+                self.flights[row] = new
+                self._unread.append(new)
+                rows.append(row)
+        return rows
+
+    def step(self, steps: int) -> None:
+        """Count a chunk that is dispatched for all rows."""
+        for flight in self.stepping():
+            flight.done += steps
+
+    def stepping(self) -> list[Flight]:
+        """The requests that another chunk would bring tokens."""
+        return [flight for flight in self.flights if flight is not None and flight.needs_steps]
 
     def halted(self) -> np.ndarray:
         """Rows that the host has ended; True for the empty ones too."""
-        halted = np.ones(self._planned.geometry.rows, bool)
-        halted[: len(self.rows)] = [row.finish is not None for row in self.rows]
-        return halted
+        return np.array([flight is None or not flight.running for flight in self.flights])
+
+    def done(self) -> np.ndarray:
+        """Steps that every row has taken."""
+        running = [flight is not None and flight.needs_steps for flight in self.flights]
+        steps = [flight.done if flight is not None else IDLE for flight in self.flights]
+        return np.where(running, steps, IDLE).astype(np.int32)
 
     def compressing(self) -> np.ndarray:
         """Rows in a phase of their answer in which the recipe selects tokens."""
-        phases = np.zeros(self._planned.geometry.rows, bool)
-        phases[: len(self.rows)] = [row.phase in self._options.recipe.compress for row in self.rows]
-        return phases
+        phases = self._options.recipe.compress
+        return np.array([f is not None and f.row.phase in phases for f in self.flights])
 
-    def take(self, output: ChunkOutput) -> Iterator[Event]:
-        """Read a chunk's output: waits for the device, then tells what each row got."""
+    def take(self, output: ChunkOutput, flights: list[Flight | None]) -> Iterator[Event]:
+        """Read a chunk's output: waits for the device, then tells what each row got.
+
+        Args:
+            flights: whose rows they are, of the output's.
+        """
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
         length, slots, pages = map(np.asarray, (output.length, output.slots, output.pages))
         crowded = np.asarray(output.crowded)
         held_thoughts = jax.tree.map(np.asarray, output.thoughts)
-        self._clock.mark(int(real[:, : len(self.rows)].sum()))
-        for i, row in enumerate(self.rows):
-            if row.finish is not None:
+        self._lap.mark(int(real.sum()))
+        for i, flight in enumerate(flights):
+            if flight is None or not flight.running:
                 continue
+            row, log = flight.row, flight.log
+            flight.lap.mark(int(real[:, i].sum()))
             text, new = row.push(tokens[real[:, i], i].tolist())
+            self._generated += len(new)
             thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
-            self._log[i].add(int(length[i]), slots[i], pages[i], thoughts)
+            log.add(int(length[i]), slots[i], pages[i], thoughts)
             if not finite[i]:
                 wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
@@ -71,7 +155,7 @@ class Batch:
                     f"{len(row.tokens)} tokens; {wide}check the weights"
                 )
                 text += row.end("error", self.numerical_error)
-            self._log[i].crowded = int(crowded[i])
+            log.crowded = int(crowded[i])
             full = crowded[i] and self._options.recipe.when_full == "end"
             if full and row.finish is None:
                 text += row.end("cache_full")
@@ -80,19 +164,24 @@ class Batch:
                     "text", row=row.request.row, text=text, tokens=new, progress=self._progress()
                 )
             if row.finish is not None:
-                yield self._done(i)
+                yield self._end(flight)
 
     def end_all(self, reason: FinishReason) -> Iterator[Event]:
-        """End every row that still runs."""
-        for i, row in enumerate(self.rows):
-            if row.finish is None:
-                text = row.end(reason)
-                if text:
-                    yield Event("text", row=row.request.row, text=text, progress=self._progress())
-                yield self._done(i)
+        """End every request that still runs or waits."""
+        for flight in list(self._unread):
+            text = flight.row.end(reason)
+            if text:
+                progress = self._progress()
+                yield Event("text", row=flight.row.request.row, text=text, progress=progress)
+            yield self._end(flight)
+        for request in self._waiting:
+            yield _not_begun(request, reason)
 
-    def _done(self, i: int) -> Event:
-        row = self.rows[i]
+    def _end(self, flight: Flight) -> Event:
+        self._unread.remove(flight)
+        row, log = flight.row, flight.log
+        if not log.lengths:
+            return _not_begun(row.request, row.finish)
         text, reasoning = row.split()
         result = Result(
             text=text,
@@ -100,20 +189,25 @@ class Batch:
             finish_reason=row.finish,
             prompt_tokens=len(row.request.ids),
             reasoning=reasoning,
-            report=report(self._lm, self._options, self._planned, self._clock, self._log[i], row),
+            report=report(self._lm, self._options, self._planned, flight.lap, log, row),
             error=row.error,
-            history=self._log[i].history(self._options.recipe, len(row.request.ids)),
+            history=log.history(self._options.recipe, len(row.request.ids)),
         )
         return Event("done", row=row.request.row, result=result)
 
     def _progress(self) -> Progress:
-        logs = self._log
+        logs = [flight.log for flight in self.flights if flight is not None]
         return Progress(
-            generated=sum(len(row.tokens) for row in self.rows),
-            limit=sum(row.request.max_new for row in self.rows),
-            tokens_per_s=self._clock.tokens_per_s(),
+            generated=self._generated,
+            limit=self._limit,
+            tokens_per_s=self._lap.tokens_per_s(),
             live_tokens=round(sum(log.live_tokens for log in logs)),
             logical_tokens=sum(log.logical for log in logs),
             kv_bytes=sum(log.live_bytes for log in logs),
             full_bytes=sum(log.full_bytes for log in logs),
         )
+
+
+def _not_begun(request: Request, reason: FinishReason) -> Event:
+    """Nothing of the answer has been read."""
+    return Event("done", row=request.row, result=Result("", (), reason, len(request.ids)))

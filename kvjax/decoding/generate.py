@@ -1,22 +1,14 @@
-"""The loop on the host: dispatches chunks, and reads each while the next one runs."""
+"""Prompts in, answers out."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache import plan
-from kvjax.cache.plan import PREFILL_CHUNK, Plan, bucket, padded_prompt
-from kvjax.decoding.batch import Batch
-from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
-from kvjax.decoding.clock import Clock
-from kvjax.decoding.empty import empty_cache
+from kvjax.cache.plan import Plan
 from kvjax.decoding.events import Event, Result
-from kvjax.decoding.maintain import maintain
-from kvjax.decoding.prefill import prefill_chunk
+from kvjax.decoding.loop import decode_all
 from kvjax.decoding.requests import (
     Options,
     Prompt,
@@ -26,14 +18,9 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
-from kvjax.decoding.sampling import Sampling
-from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
-
-NARROWEST = 1024
-"""Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Result]:
@@ -91,7 +78,7 @@ def stream(
         top_p: sample among the fewest tokens whose mass reaches ``top_p``.
         min_p: sample among the tokens at least ``min_p`` times as likely as the likeliest.
         seed: of the samples. A row's samples depend on the seed and on the row alone.
-        batch_size: rows decoded together.
+        batch_size: rows decoded together; where one ends, the next prompt is read into it.
         chunk: tokens decoded between two looks of the host.
         system_prompt: put before messages that have no system message.
         chat: False passes strings to the model as they are.
@@ -101,7 +88,7 @@ def stream(
         stop_texts: texts that end a row where they begin, in its thinking block as well; the name
             of a special token ends it at that token.
         kernel: what computes attention while decoding; None takes the GPU's kernel where it can.
-        should_stop: asked after every chunk; True ends every row as ``interrupted``.
+        should_stop: asked before every chunk; True ends every row as ``interrupted``.
 
     Yields:
         Phases as they begin, text as it comes (interleaved over rows), and each row's result.
@@ -140,26 +127,14 @@ def stream(
     for row, error in errors.items():
         failed = Result("", (), "error", 0, error=str(error))
         yield Event("done", row=row, result=failed)
-    rows = min(batch_size, len(requests))
-    batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
-    # All of them before the first: a batch that cannot fit must not end a run half way.
-    plans = [_plan(lm, batch, rows, options) for batch in batches]
-    alone = len(prompts) == 1
-    for batch, planned in zip(batches, plans, strict=True):
-        if should_stop():
-            yield from _not_begun(batch)
-        else:
-            yield from _decode_batch(lm, batch, planned, options, should_stop, alone)
+    if requests:
+        planned = _plan(lm, requests, options)
+        alone = len(prompts) == 1
+        yield from decode_all(lm, requests, planned, options, should_stop, alone=alone)
 
 
-def _not_begun(requests: list[Request]) -> Iterator[Event]:
-    for request in requests:
-        result = Result("", (), "interrupted", len(request.ids))
-        yield Event("done", row=request.row, result=result)
-
-
-def _plan(lm: LanguageModel, requests: list[Request], rows: int, options: Options) -> Plan:
-    """What a batch of ``rows`` rows will allocate.
+def _plan(lm: LanguageModel, requests: list[Request], options: Options) -> Plan:
+    """What the run will allocate.
 
     Raises:
         CapacityError: it does not fit.
@@ -167,7 +142,7 @@ def _plan(lm: LanguageModel, requests: list[Request], rows: int, options: Option
     planned = plan(
         lm.config,
         options.recipe,
-        batch_size=rows,
+        batch_size=min(options.batch_size, len(requests)),
         prompt_tokens=max(len(request.ids) for request in requests),
         max_new_tokens=options.max_new_tokens,
         dtype=lm.dtype,
@@ -176,130 +151,3 @@ def _plan(lm: LanguageModel, requests: list[Request], rows: int, options: Option
     )
     planned.check()
     return planned
-
-
-def _decode_batch(
-    lm: LanguageModel,
-    requests: list[Request],
-    planned: Plan,
-    options: Options,
-    should_stop: Callable[[], bool],
-    alone: bool,
-) -> Iterator[Event]:
-    """Decode the requests together; rows of the plan beyond them stay empty.
-
-    Raises:
-        NumericalError: the logits of the only prompt (``alone``) are not finite.
-    """
-    options = dataclasses.replace(options, recipe=planned.recipe)
-    with Clock() as clock:
-        batch = Batch(lm, requests, options, planned, clock)
-        yield Event("phase", phase="prefill")
-        state, sampling, output = _prefill(lm, requests, options, planned)
-        yield from batch.take(output)
-        yield Event("phase", phase="decode")
-        yield from _decode(lm, state, sampling, batch, requests, options, should_stop)
-    if batch.numerical_error and alone:
-        raise NumericalError(batch.numerical_error)
-
-
-def _prefill(
-    lm: LanguageModel, requests: list[Request], options: Options, planned: Plan
-) -> tuple[DecodeState, Sampling | None, ChunkOutput]:
-    """Read all prompts, a chunk at a time, and choose the first tokens."""
-    rows = planned.geometry.rows
-    lengths = np.zeros(rows, np.int32)
-    max_new = np.zeros(rows, np.int32)
-    for i, request in enumerate(requests):
-        lengths[i], max_new[i] = len(request.ids), request.max_new
-    cache = empty_cache(lm, planned.geometry)
-    logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
-    for start in range(0, lengths.max(), PREFILL_CHUNK):
-        count = np.clip(lengths - start, 0, PREFILL_CHUNK)
-        tokens = np.zeros((rows, bucket(int(count.max()))), np.int32)
-        for i, request in enumerate(requests):
-            tokens[i, : count[i]] = request.ids[start : start + PREFILL_CHUNK]
-        cache, logits = prefill_chunk(
-            lm.model,
-            cache,
-            logits,
-            tokens,
-            count,
-            _bits(options.seed),
-            recipe=options.recipe,
-            longest=start + int(count.max()),
-        )
-    sampling = Sampling.create(
-        rows,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
-    state, output = start_decoding(cache, logits, sampling, max_new, stop_ids=options.stop_ids)
-    return state, sampling, output
-
-
-def _decode(
-    lm: LanguageModel,
-    state: DecodeState,
-    sampling: Sampling | None,
-    batch: Batch,
-    requests: list[Request],
-    options: Options,
-    should_stop: Callable[[], bool],
-) -> Iterator[Event]:
-    """Dispatch chunk after chunk, each before the last one's tokens are read."""
-    longest = max(len(request.ids) for request in requests)
-    last = longest + max(request.max_new for request in requests) - 1
-    # All prompts of a bucket attend to one width at first, so that they share one program.
-    recipe = options.recipe
-    steps = options.chunk if recipe.keeps_all else recipe.tick
-    first = padded_prompt(longest) + steps
-    pending, done = None, 0
-    while batch.running():
-        if should_stop():
-            yield from batch.end_all("interrupted")
-            return
-        dispatched = None
-        if longest < last:
-            if not recipe.keeps_all:
-                state = maintain(
-                    state,
-                    batch.compressing(),
-                    _bits(options.seed),
-                    config=lm.config,
-                    recipe=recipe,
-                    done=done,
-                    model=lm.model,
-                )
-            longest += steps
-            done += steps
-            try:
-                state, dispatched = decode_chunk(
-                    lm.model,
-                    state,
-                    sampling,
-                    batch.halted(),
-                    steps=steps,
-                    stop_ids=options.stop_ids,
-                    width=_width(max(longest, first)),
-                    recipe=recipe,
-                    kernel=options.kernel,
-                )
-            except NotImplementedError as error:
-                raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
-        if pending is not None:
-            yield from batch.take(pending)
-        pending = dispatched
-
-
-def _width(tokens: int) -> int:
-    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
-    return max(NARROWEST, 1 << (tokens - 1).bit_length())
-
-
-def _bits(seed: int) -> np.ndarray:
-    """A seed of 32 bits as the selectors take it."""
-    return np.asarray(seed, np.uint32).astype(np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 
 import jax
+import numpy as np
 
 from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
@@ -103,6 +104,11 @@ class Options:
             raise UsageError(f"kernel must be None, triton or xla, got {self.kernel!r}")
         if self.kernel == "triton" and jax.default_backend() != "gpu":
             raise UsageError("kernel triton needs an NVIDIA GPU, and JAX sees none: leave it out")
+
+    @property
+    def seed_bits(self) -> np.ndarray:
+        """The seed as the selectors take it, an int32 of the same bits."""
+        return np.asarray(self.seed, np.uint32).astype(np.int32)
 
 
 def with_special_stops(lm: LanguageModel, options: Options) -> Options:
