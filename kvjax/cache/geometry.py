@@ -62,6 +62,7 @@ class Geometry:
         segments: segments of a row's answer, at most, whose thoughts are told apart.
         noted: tokens of a row, at most, that are noted in a ledger; 0: there is none.
         vocab_size: where they are, the tokens that there are.
+        longest: rows that can own at once all the pages that a row can own; None: all of them.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -73,6 +74,7 @@ class Geometry:
     segments: int = 0
     noted: int = 0
     vocab_size: int = 0
+    longest: int | None = None
 
     @classmethod
     def full(
@@ -85,7 +87,8 @@ class Geometry:
 
     def pages(self, shape: ClassGeometry) -> int:
         """Pages of a pool, the scratch page among them."""
-        return 1 + self.rows * shape.of_row(self.num_kv_heads)
+        owners = self.rows if self.longest is None else self.longest
+        return 1 + owners * shape.of_row(self.num_kv_heads)
 
     @functools.cached_property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:

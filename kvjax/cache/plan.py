@@ -1,10 +1,12 @@
 """What a run will allocate, computed before anything is allocated or any weight is read."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
@@ -55,8 +57,12 @@ class Plan:
 
     @property
     def prefill_bytes(self) -> int:
-        """What reading the prompts takes for a while; an estimate, see `prefill_row_bytes`."""
-        return self.geometry.rows * self.prefill_row_bytes
+        """What reading the prompts takes for a while; an estimate, see `prefill_row_bytes`.
+
+        They are read together, or one after the other where memory is short.
+        """
+        together = self.geometry.rows if self.geometry.longest is None else 1
+        return together * self.prefill_row_bytes
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +74,36 @@ class Plan:
         if self.memory_bytes is None:
             return None
         one, two = (
-            dataclasses.replace(self.geometry, rows=rows).nbytes + rows * self.prefill_row_bytes
+            dataclasses.replace(self.geometry, rows=rows, longest=None).nbytes
+            + rows * self.prefill_row_bytes
             for rows in (1, 2)
         )
         left = self.memory_bytes - self.parameter_bytes - one
         return 0 if left < 0 else 1 + left // (two - one)
+
+    def fitted(self) -> "Plan":
+        """The plan, or one with pools for fewer of the longest rows where not all can be so long.
+
+        Rows then share the pools, and a request waits until there are pages for it.
+
+        Raises:
+            CapacityError: not even one row can be so long, or the rows' tables alone do not fit.
+        """
+        largest = self.largest_batch()
+        fits = largest is None or self.geometry.rows <= largest
+        if fits or self.geometry.longest is not None:
+            return self
+        one, two = (
+            dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, longest=longest))
+            for longest in (1, 2)
+        )
+        left = self.memory_bytes - one.nbytes
+        if left < 0:
+            self.check()
+        longest = min(1 + left // (two.nbytes - one.nbytes), self.geometry.rows)
+        return dataclasses.replace(
+            self, geometry=dataclasses.replace(self.geometry, longest=longest)
+        )
 
     def check(self) -> None:
         """Refuse what cannot fit.
@@ -85,7 +116,7 @@ class Plan:
             return
         advice = f"--batch-size {largest}" if largest else "a smaller --max-new-tokens or model"
         raise CapacityError(
-            f"{self.geometry.rows} rows of {self.tokens} tokens need "
+            f"{_counted(self.geometry.rows, 'row')} of {self.tokens} tokens need "
             f"{size(self.geometry.nbytes)} of cache beside {size(self.parameter_bytes)} of "
             f"weights and about {size(self.prefill_bytes)} while prompts are read, and there are "
             f"{size(self.memory_bytes)}: pass {advice}"
@@ -100,6 +131,8 @@ class Plan:
             ("tokens a row", f"{self.tokens}"),
             ("dtype", jnp.dtype(shape.dtype).name),
         ]
+        if shape.longest is not None:
+            lines.append(("rows so long at once", f"{shape.longest}; more where they are shorter"))
         if self.recipe.budget is not None:
             lines.insert(1, ("budget", _budget(self.recipe)))
         # Layers that are alike share their lines.
@@ -189,12 +222,8 @@ def plan(
     segments = 0
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
-    of_layer = policies(recipe, config)
     geometry = Geometry(
-        layers=tuple(
-            _layer(recipe, policy, group(of_layer), window, tokens, min(prompt, tokens))
-            for policy, window in zip(of_layer, config.windows, strict=True)
-        ),
+        layers=_layers(recipe, config, tokens, prompt),
         rows=batch_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -208,6 +237,41 @@ def plan(
     chunk = min(prompt, PREFILL_CHUNK)
     working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working)
+
+
+def plan_of_longest(lengths: Iterable[int], planned: Callable[[int], Plan]) -> tuple[int, Plan]:
+    """The longest prompt that one row at least has the memory for, and the plan for such rows.
+
+    Args:
+        lengths: tokens of the prompts.
+        planned: plans rows of prompts that are at most so long.
+
+    Raises:
+        CapacityError: no prompt fits.
+    """
+    of_bucket = {padded_prompt(tokens): tokens for tokens in sorted(lengths)}
+    *longer, shortest = sorted(of_bucket.values(), reverse=True)
+    for tokens in longer:
+        found = planned(tokens)
+        if found.largest_batch() != 0:
+            return tokens, found.fitted()
+    return shortest, planned(shortest).fitted()
+
+
+def pages_of_row(
+    config: ModelConfig, recipe: Recipe, prompt_tokens: int, max_new_tokens: int
+) -> np.ndarray:
+    """Pages that one row can own of every class, all layers' classes in a line, at most.
+
+    Args:
+        recipe: a plan's.
+        prompt_tokens: of the row, padding left out.
+        max_new_tokens: likewise.
+    """
+    tokens = min(prompt_tokens + max_new_tokens, config.context_length)
+    layers = _layers(recipe, config, tokens, prompt_tokens)
+    heads = config.num_kv_heads
+    return np.array([shape.of_row(heads) for layer in layers for shape in layer.classes])
 
 
 def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -269,6 +333,19 @@ def largest_budget(
     return low
 
 
+def _layers(
+    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int
+) -> tuple[LayerGeometry, ...]:
+    """What every layer takes of a row."""
+    of_layer = policies(recipe, config)
+    together, prompt = group(of_layer), min(prompt, tokens)
+    return tuple(
+        _layer(recipe, policy, together, window, tokens, prompt)
+        for policy, window in zip(of_layer, config.windows, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def _layer(
     recipe: Recipe, policy: Policy, together: int, window: int | None, tokens: int, prompt: int
 ) -> LayerGeometry:

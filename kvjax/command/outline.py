@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
-from kvjax.cache.plan import least_budget
+from kvjax.cache.plan import least_budget, plan_of_longest
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
@@ -42,6 +42,20 @@ class Outline:
             UsageError: the recipe does not fit the model or the prompts.
         """
         return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
+
+    def plan_of_longest(self, recipe: Recipe, memory_bytes: int | None) -> Plan:
+        """The plan of the run: of the longest prompt that fits, as ``kvjax.stream`` makes it.
+
+        Raises:
+            UsageError: the recipe does not fit the model or the prompts.
+            CapacityError: no prompt fits the memory.
+        """
+
+        def planned(tokens: int) -> Plan:
+            sized = dataclasses.replace(self, request=self.request | {"prompt_tokens": tokens})
+            return sized.plan(recipe, memory_bytes)
+
+        return plan_of_longest(self.lengths or [self.prompt_tokens], planned)[1]
 
     def least_budget(self, recipe: Recipe) -> int:
         """The smallest budget that the run can keep to."""

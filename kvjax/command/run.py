@@ -126,8 +126,7 @@ class _Run:
         outlined = outline(config, self.rows)
         self.recipe = settled_recipe(config, outlined)
         with flags_in_errors():
-            planned = outlined.plan(self.recipe, memory or device_memory())
-        planned.check()
+            planned = outlined.plan_of_longest(self.recipe, memory or device_memory())
         thoughts = described_thoughts(self.recipe)
         if thoughts and not config.quiet:
             say(f"kvjax: {thoughts}")
@@ -156,7 +155,13 @@ class _Run:
         good = [i for i, row in enumerate(self.rows) if row.error is None]
         prompts = [self.rows[i].prompt for i in good]
         options = stream_options(self.config, self.recipe)
-        events = kvjax.stream(lm, prompts, **options, should_stop=self.interrupts.requested)
+        events = kvjax.stream(
+            lm,
+            prompts,
+            **options,
+            memory_bytes=allowed_memory(self.config),
+            should_stop=self.interrupts.requested,
+        )
         started = time.perf_counter()
         try:
             with flags_in_errors():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.plan import Plan
+from kvjax.cache.plan import Plan, pages_of_row
 from kvjax.decoding.chunk import ChunkOutput
 from kvjax.decoding.clock import Clock, Lap
 from kvjax.decoding.events import Event, FinishReason, Progress, Result
@@ -27,12 +27,14 @@ class Flight:
         row: its tokens and text.
         log: what its cache held.
         lap: its times.
+        pages: that it can own of every class of every layer, at most.
         done: decode steps dispatched for it.
     """
 
     row: Row
     log: BytesLog
     lap: Lap
+    pages: np.ndarray
     done: int = 0
 
     @property
@@ -93,16 +95,35 @@ class Batch:
         return rows
 
     def admit(self) -> list[int]:
-        """Give empty rows to requests that wait, in their order; returns the rows."""
+        """Give empty rows to requests that wait, in their order; returns the rows.
+
+        The next one waits until the pools have all the pages that it can come to own, so that no
+        row that has begun ever lacks any.
+        """
         rows = []
         for row, flight in enumerate(self.flights):
-            if self._waiting and flight is None:
-                own = Row(self._lm, self._waiting.popleft(), self._options)
-                new = Flight(own, BytesLog(self._planned.geometry), Lap(self._clock))
-                self.flights[row] = new
-                self._unread.append(new)
-                rows.append(row)
+            if not self._waiting or flight is not None:
+                continue
+            request = self._waiting[0]
+            pages = pages_of_row(
+                self._lm.config, self._options.recipe, len(request.ids), request.max_new
+            )
+            if (pages > self._free_pages()).any():
+                break
+            self._waiting.popleft()
+            own = Row(self._lm, request, self._options)
+            new = Flight(own, BytesLog(self._planned.geometry), Lap(self._clock), pages)
+            self.flights[row] = new
+            self._unread.append(new)
+            rows.append(row)
         return rows
+
+    def _free_pages(self) -> np.ndarray:
+        """Pages of every class that no row can come to own."""
+        geometry = self._planned.geometry
+        shapes = [shape for layer in geometry.layers for shape in layer.classes]
+        pools = np.array([geometry.pages(shape) - 1 for shape in shapes])
+        return pools - sum(flight.pages for flight in self.flights if flight is not None)
 
     def step(self, steps: int) -> None:
         """Count a chunk that is dispatched for all rows."""

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 
 from kvjax.cache import plan
-from kvjax.cache.plan import Plan
+from kvjax.cache.plan import Plan, plan_of_longest
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.loop import decode_all
 from kvjax.decoding.requests import (
@@ -18,6 +18,7 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
+from kvjax.errors import CapacityError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
@@ -32,11 +33,11 @@ def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Re
         **options: those of ``kvjax.stream``.
 
     Returns:
-        One result a prompt, in their order. A prompt that cannot be decoded among several has
-        ``finish_reason == "error"``.
+        One result a prompt, in their order. A prompt that cannot be decoded among several, or for
+        which the memory is too small, has ``finish_reason == "error"``.
 
     Raises:
-        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+        KvjaxError: an option cannot be used, no prompt fits the memory, or the only prompt fails.
     """
     events = stream(lm, prompts, **options)
     results = {event.row: event.result for event in events if event.kind == "done"}
@@ -63,6 +64,7 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     stop_texts: Sequence[str] = (),
     kernel: Literal["triton", "xla"] | None = None,
+    memory_bytes: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Decode prompts, telling what happens as it happens.
@@ -88,13 +90,16 @@ def stream(
         stop_texts: texts that end a row where they begin, in its thinking block as well; the name
             of a special token ends it at that token.
         kernel: what computes attention while decoding; None takes the GPU's kernel where it can.
+        memory_bytes: what weights, cache and reading prompts may take; None: what the device has.
+            Where that is too little for ``batch_size`` rows as long as the longest can get, a
+            prompt waits until there are pages for it.
         should_stop: asked before every chunk; True ends every row as ``interrupted``.
 
     Yields:
         Phases as they begin, text as it comes (interleaved over rows), and each row's result.
 
     Raises:
-        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+        KvjaxError: an option cannot be used, no prompt fits the memory, or the only prompt fails.
     """
 
     def default(value, name, neutral):
@@ -127,27 +132,35 @@ def stream(
     for row, error in errors.items():
         failed = Result("", (), "error", 0, error=str(error))
         yield Event("done", row=row, result=failed)
-    if requests:
-        planned = _plan(lm, requests, options)
-        alone = len(prompts) == 1
-        yield from decode_all(lm, requests, planned, options, should_stop, alone=alone)
+    if not requests:
+        return
+    rows = min(batch_size, len(requests))
+
+    def planned(prompt_tokens: int, rows: int = rows) -> Plan:
+        return plan(
+            lm.config,
+            options.recipe,
+            batch_size=rows,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+            dtype=lm.dtype,
+            parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+            memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
+        )
+
+    longest, taken = plan_of_longest([len(request.ids) for request in requests], planned)
+    for request in requests:
+        if len(request.ids) > longest:
+            yield _refused(request, planned(len(request.ids), rows=1))
+    admitted = [request for request in requests if len(request.ids) <= longest]
+    alone = len(prompts) == 1
+    yield from decode_all(lm, admitted, taken, options, should_stop, alone=alone)
 
 
-def _plan(lm: LanguageModel, requests: list[Request], options: Options) -> Plan:
-    """What the run will allocate.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
-    planned = plan(
-        lm.config,
-        options.recipe,
-        batch_size=min(options.batch_size, len(requests)),
-        prompt_tokens=max(len(request.ids) for request in requests),
-        max_new_tokens=options.max_new_tokens,
-        dtype=lm.dtype,
-        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
-        memory_bytes=device_memory(),
-    )
-    planned.check()
-    return planned
+def _refused(request: Request, planned: Plan) -> Event:
+    """The end of a request for which one row alone takes more memory than there is."""
+    try:
+        planned.check()
+    except CapacityError as error:
+        result = Result("", (), "error", len(request.ids), error=str(error))
+    return Event("done", row=request.row, result=result)

@@ -70,9 +70,9 @@ def _run(
             yield Event("phase", phase=phase)
             state = idle_state(empty_cache(lm, planned.geometry))
         idle, filled = not dispatched, []
-        for rows in _together(batch.vacate(), planned.geometry.rows):
+        for rows in _together(batch.vacate(), planned):
             state = empty_rows(state, rows)
-        for rows in _together(batch.admit(), planned.geometry.rows):
+        for rows in _together(batch.admit(), planned):
             flights = [batch.flights[row] for row in rows]
             prompts = [flight.row.request for flight in flights]
             state, output = fill_rows(lm, state, rows, prompts, options)
@@ -92,9 +92,11 @@ def _run(
             yield from batch.take(output, flights)
 
 
-def _together(rows: list[int], most: int) -> list[list[int]]:
+def _together(rows: list[int], planned: Plan) -> list[list[int]]:
     """The rows that one program works on: all that there are, or one after the other."""
-    return [rows] if len(rows) == most else [[row] for row in rows]
+    geometry = planned.geometry
+    together = geometry.longest is None and len(rows) == geometry.rows
+    return [rows] if together else [[row] for row in rows]
 
 
 def _chunk(
