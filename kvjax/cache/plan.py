@@ -46,6 +46,7 @@ class Plan:
         parameter_bytes: the model's weights.
         memory_bytes: what there is, or None where that is not known.
         prefill_row_bytes: what reading its prompt takes of each row for a while; an estimate.
+        parks: whether the pools have room for a prompt beside the rows, which several share.
     """
 
     geometry: Geometry
@@ -54,6 +55,7 @@ class Plan:
     parameter_bytes: int
     memory_bytes: int | None
     prefill_row_bytes: int = 0
+    parks: bool = False
 
     @property
     def prefill_bytes(self) -> int:
@@ -74,8 +76,8 @@ class Plan:
         if self.memory_bytes is None:
             return None
         one, two = (
-            dataclasses.replace(self.geometry, rows=rows, longest=None).nbytes
-            + rows * self.prefill_row_bytes
+            dataclasses.replace(self, geometry=self._of(rows, self._most(rows))).nbytes
+            - self.parameter_bytes
             for rows in (1, 2)
         )
         left = self.memory_bytes - self.parameter_bytes - one
@@ -90,20 +92,41 @@ class Plan:
             CapacityError: not even one row can be so long, or the rows' tables alone do not fit.
         """
         largest = self.largest_batch()
-        fits = largest is None or self.geometry.rows <= largest
-        if fits or self.geometry.longest is not None:
+        rows, least = self.geometry.rows, 1 + self.parks
+        fits = largest is None or rows <= largest
+        if fits or self.geometry.longest != self._most(rows):
             return self
         one, two = (
-            dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, longest=longest))
-            for longest in (1, 2)
+            dataclasses.replace(self, geometry=self._of(rows, longest))
+            for longest in (least, least + 1)
         )
         left = self.memory_bytes - one.nbytes
         if left < 0:
             self.check()
-        longest = min(1 + left // (two.nbytes - one.nbytes), self.geometry.rows)
-        return dataclasses.replace(
-            self, geometry=dataclasses.replace(self.geometry, longest=longest)
-        )
+        longest = min(least + left // (two.nbytes - one.nbytes), rows + self.parks)
+        return dataclasses.replace(self, geometry=self._of(rows, longest))
+
+    def busy(self, shortest: Geometry) -> "Plan":
+        """The plan, without rows for which there would never be pages.
+
+        Args:
+            shortest: of the same layers, but for the shortest rows.
+        """
+        shape, heads = self.geometry, self.geometry.num_kv_heads
+        rows = shape.rows
+        for own, least in zip(shape.layers, shortest.layers, strict=True):
+            for one, other in zip(own.classes, least.classes, strict=True):
+                rows = min(rows, (shape.pages(one) - 1) // other.of_row(heads))
+        if rows == shape.rows:
+            return self
+        return dataclasses.replace(self, geometry=self._of(rows, shape.longest))
+
+    def _of(self, rows: int, longest: int | None) -> Geometry:
+        return dataclasses.replace(self.geometry, rows=rows, longest=longest)
+
+    def _most(self, rows: int) -> int | None:
+        """``Geometry.longest`` where memory is not short."""
+        return rows + 1 if self.parks else None
 
     def check(self) -> None:
         """Refuse what cannot fit.
@@ -131,7 +154,7 @@ class Plan:
             ("tokens a row", f"{self.tokens}"),
             ("dtype", jnp.dtype(shape.dtype).name),
         ]
-        if shape.longest is not None:
+        if shape.longest != self._most(shape.rows):
             lines.append(("rows so long at once", f"{shape.longest}; more where they are shorter"))
         if self.recipe.budget is not None:
             lines.insert(1, ("budget", _budget(self.recipe)))
@@ -207,11 +230,15 @@ def plan(
     dtype: DTypeLike,
     parameter_bytes: int,
     memory_bytes: int | None = None,
+    parks: bool = False,
 ) -> Plan:
     """Size a cache for ``batch_size`` rows of the longest prompt and answer.
 
     The size depends on the prompt's bucket and not on its exact length, so that two prompts of one
     bucket share every compiled program.
+
+    Args:
+        parks: whether there is to be room for one more prompt, which several rows share.
 
     Raises:
         UsageError: the recipe does not fit the model or the prompt.
@@ -232,11 +259,12 @@ def plan(
         segments=segments,
         noted=tokens if recipe.needs_text else 0,
         vocab_size=config.vocab_size if recipe.needs_text else 0,
+        longest=batch_size + 1 if parks else None,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
     working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
-    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working)
+    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working, parks)
 
 
 def plan_of_longest(lengths: Iterable[int], planned: Callable[[int], Plan]) -> tuple[int, Plan]:
@@ -254,8 +282,9 @@ def plan_of_longest(lengths: Iterable[int], planned: Callable[[int], Plan]) -> t
     for tokens in longer:
         found = planned(tokens)
         if found.largest_batch() != 0:
-            return tokens, found.fitted()
-    return shortest, planned(shortest).fitted()
+            return tokens, found.fitted().busy(planned(shortest).geometry)
+    found = planned(shortest)
+    return shortest, found.fitted().busy(found.geometry)
 
 
 def pages_of_row(

@@ -182,13 +182,22 @@ def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
     return reset_counters(dataclasses.replace(cache, layers=layers), rows)
 
 
-def reset_layer(layer: LayerCache, rows: Bool[Array, " B"]) -> LayerCache:
+def reset_layer(
+    layer: LayerCache, rows: Bool[Array, " B"], lent: Int[Array, ""] | int = 0
+) -> LayerCache:
     """One layer of ``reset_rows``.
 
     The pages come back zeroed: a NaN that a row has left must not meet a later owner's attention
     weight of zero.
+
+    Args:
+        lent: how many of the first pages of a KV head are somebody else's (``copy_rows``).
     """
     for index, table in enumerate(layer.tables):
+        place = jnp.arange(table.shape[2], dtype=jnp.int32)[None, None]
+        borrowed = rows[:, None, None] & (place < lent)
+        table = jnp.where(borrowed, SCRATCH_PAGE, table)
+        layer = replace_class(layer, index, tables=table)
         keep = jnp.broadcast_to(
             ~rows[:, None, None, None], (*table.shape, layer.pools[index].page_size)
         )

@@ -25,13 +25,18 @@ def show_plan(config: DecodeConfig) -> int:
     recipe = settled_recipe(config, outlined)
     with flags_in_errors():
         memory = allowed or device_memory()
+        planned, refused = outlined.plan(recipe, memory), None
         try:
-            planned = outlined.plan_of_longest(recipe, memory)
-        except CapacityError:
-            planned = outlined.plan(recipe, memory)
+            if has_prompt:  # and so lengths, with which rows can share what there is
+                planned = outlined.plan_of_longest(recipe, memory)
+            else:
+                planned.check()
+        except CapacityError as error:
+            refused = error
     if not config.quiet:
         for line in limits(config, outlined.request["config"].context_length, outlined.lengths):
             say(f"kvjax: {line}")
     print_out(table(planned.rows()) + "\n")
-    planned.fitted()
+    if refused is not None:
+        raise refused
     return 0

@@ -127,6 +127,12 @@ class _Run:
         self.recipe = settled_recipe(config, outlined)
         with flags_in_errors():
             planned = outlined.plan_of_longest(self.recipe, memory or device_memory())
+        at_once, rows = planned.geometry.longest, outlined.request["batch_size"]
+        if at_once is not None and at_once < rows and not config.quiet:
+            say(
+                f"kvjax: --batch-size {config.batch_size}: the memory holds {at_once} rows of "
+                f"{planned.tokens} tokens at once, and others wait for them to end"
+            )
         thoughts = described_thoughts(self.recipe)
         if thoughts and not config.quiet:
             say(f"kvjax: {thoughts}")

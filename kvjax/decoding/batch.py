@@ -12,6 +12,7 @@ from kvjax.cache.plan import Plan, pages_of_row
 from kvjax.decoding.chunk import ChunkOutput
 from kvjax.decoding.clock import Clock, Lap
 from kvjax.decoding.events import Event, FinishReason, Progress, Result
+from kvjax.decoding.fill import Parked, lent_pages
 from kvjax.decoding.maintain import IDLE
 from kvjax.decoding.report import BytesLog, report
 from kvjax.decoding.requests import Options, Request
@@ -28,6 +29,7 @@ class Flight:
         log: what its cache held.
         lap: its times.
         pages: that it can own of every class of every layer, at most.
+        lent: for every layer, the pages of a KV head that are its prompt's instead.
         done: decode steps dispatched for it.
     """
 
@@ -35,6 +37,7 @@ class Flight:
     log: BytesLog
     lap: Lap
     pages: np.ndarray
+    lent: tuple[int, ...]
     done: int = 0
 
     @property
@@ -53,11 +56,25 @@ class Flight:
         return len(self.row.request.ids) + self.done
 
 
+@dataclasses.dataclass
+class Prompt:
+    """A prompt that several requests go on from.
+
+    Attributes:
+        pages: as a flight's.
+        parked: what it is on the device, once it has been read.
+    """
+
+    pages: np.ndarray
+    parked: Parked | None = None
+
+
 class Batch:
     """Requests that share the rows of a plan: each takes a row when one is free.
 
     Attributes:
         flights: by row, whose pages it holds; None where it is empty.
+        prompts: those that are or will be parked, by their number, where there are several samples.
         numerical_error: the last request's error whose logits were not finite.
     """
 
@@ -70,6 +87,7 @@ class Batch:
         clock: Clock,
     ):
         self.flights: list[Flight | None] = [None] * planned.geometry.rows
+        self.prompts: dict[int, Prompt] = {}
         self.numerical_error: str | None = None
         self._waiting = collections.deque(requests)
         self._unread: list[Flight] = []  # that have begun and whose end has not been seen
@@ -82,17 +100,23 @@ class Batch:
         """Whether any request is not finished."""
         return bool(self._waiting or self._unread)
 
-    def vacate(self) -> list[int]:
+    def vacate(self) -> dict[int, Flight]:
         """Rows whose pages are to go back, since others wait and no step will need them.
 
         A row's last token need not have been read by then: it is enough that it is dispatched.
         """
-        rows = []
+        over = {}
         for row, flight in enumerate(self.flights):
             if self._waiting and flight is not None and not flight.needs_steps:
                 self.flights[row] = None
-                rows.append(row)
-        return rows
+                over[row] = flight
+        return over
+
+    def unpark(self) -> list[Parked]:
+        """Prompts that nobody will go on from and nobody shares pages with any more."""
+        needed = {request.row for request in self._waiting}
+        needed |= {f.row.request.row for f in self.flights if f is not None and any(f.lent)}
+        return [self.prompts.pop(row).parked for row in list(self.prompts) if row not in needed]
 
     def admit(self) -> list[int]:
         """Give empty rows to requests that wait, in their order; returns the rows.
@@ -105,25 +129,37 @@ class Batch:
             if not self._waiting or flight is not None:
                 continue
             request = self._waiting[0]
-            pages = pages_of_row(
-                self._lm.config, self._options.recipe, len(request.ids), request.max_new
-            )
-            if (pages > self._free_pages()).any():
+            pages, lent = self._pages(request, request.max_new), ()
+            needed = pages
+            if self._options.samples > 1:
+                lent = lent_pages(self._lm, self._options, len(request.ids))
+                if any(lent):  # there is one class a layer then
+                    pages = pages - self._lm.config.num_kv_heads * np.array(lent)
+                prompt = self.prompts.get(request.row) or Prompt(self._pages(request, 0))
+                needed = pages if request.row in self.prompts else pages + prompt.pages
+            if (needed > self._free_pages()).any():
                 break
             self._waiting.popleft()
+            if self._options.samples > 1:
+                self.prompts[request.row] = prompt
             own = Row(self._lm, request, self._options)
-            new = Flight(own, BytesLog(self._planned.geometry), Lap(self._clock), pages)
-            self.flights[row] = new
+            log = BytesLog(self._planned.geometry)
+            self.flights[row] = new = Flight(own, log, Lap(self._clock), pages, lent)
             self._unread.append(new)
             rows.append(row)
         return rows
 
+    def _pages(self, request: Request, new: int) -> np.ndarray:
+        recipe = self._options.recipe
+        return pages_of_row(self._lm.config, recipe, len(request.ids), new)
+
     def _free_pages(self) -> np.ndarray:
-        """Pages of every class that no row can come to own."""
+        """Pages of every class that nobody can come to own."""
         geometry = self._planned.geometry
         shapes = [shape for layer in geometry.layers for shape in layer.classes]
         pools = np.array([geometry.pages(shape) - 1 for shape in shapes])
-        return pools - sum(flight.pages for flight in self.flights if flight is not None)
+        owners = [*filter(None, self.flights), *self.prompts.values()]
+        return pools - sum(owner.pages for owner in owners)
 
     def step(self, steps: int) -> None:
         """Count a chunk that is dispatched for all rows."""
@@ -133,6 +169,10 @@ class Batch:
     def stepping(self) -> list[Flight]:
         """The requests that another chunk would bring tokens."""
         return [flight for flight in self.flights if flight is not None and flight.needs_steps]
+
+    def samples(self) -> list[int]:
+        """Which of its prompt's samples every row draws."""
+        return [0 if flight is None else flight.row.request.sample for flight in self.flights]
 
     def halted(self) -> np.ndarray:
         """Rows that the host has ended; True for the empty ones too."""
@@ -181,9 +221,7 @@ class Batch:
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:
-                yield Event(
-                    "text", row=row.request.row, text=text, tokens=new, progress=self._progress()
-                )
+                yield self._text(row, text, new)
             if row.finish is not None:
                 yield self._end(flight)
 
@@ -192,8 +230,7 @@ class Batch:
         for flight in list(self._unread):
             text = flight.row.end(reason)
             if text:
-                progress = self._progress()
-                yield Event("text", row=flight.row.request.row, text=text, progress=progress)
+                yield self._text(flight.row, text)
             yield self._end(flight)
         for request in self._waiting:
             yield _not_begun(request, reason)
@@ -214,7 +251,12 @@ class Batch:
             error=row.error,
             history=log.history(self._options.recipe, len(row.request.ids)),
         )
-        return Event("done", row=row.request.row, result=result)
+        return _done(row.request, result)
+
+    def _text(self, row: Row, text: str, tokens: tuple[int, ...] = ()) -> Event:
+        number, sample = row.request.row, row.request.sample
+        progress = self._progress()
+        return Event("text", number, text=text, tokens=tokens, progress=progress, sample=sample)
 
     def _progress(self) -> Progress:
         logs = [flight.log for flight in self.flights if flight is not None]
@@ -231,4 +273,8 @@ class Batch:
 
 def _not_begun(request: Request, reason: FinishReason) -> Event:
     """Nothing of the answer has been read."""
-    return Event("done", row=request.row, result=Result("", (), reason, len(request.ids)))
+    return _done(request, Result("", (), reason, len(request.ids)))
+
+
+def _done(request: Request, result: Result) -> Event:
+    return Event("done", row=request.row, result=result, sample=request.sample)

@@ -1,5 +1,6 @@
 """Prompts in, answers out."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -18,7 +19,7 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
-from kvjax.errors import CapacityError
+from kvjax.errors import CapacityError, KvjaxError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
@@ -33,15 +34,16 @@ def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Re
         **options: those of ``kvjax.stream``.
 
     Returns:
-        One result a prompt, in their order. A prompt that cannot be decoded among several, or for
-        which the memory is too small, has ``finish_reason == "error"``.
+        One result a prompt, in their order; with several samples, one after the other. A prompt
+        that cannot be decoded among several, or for which the memory is too small, has
+        ``finish_reason == "error"``.
 
     Raises:
         KvjaxError: an option cannot be used, no prompt fits the memory, or the only prompt fails.
     """
     events = stream(lm, prompts, **options)
-    results = {event.row: event.result for event in events if event.kind == "done"}
-    return [results[row] for row in range(len(prompts))]
+    done = [event for event in events if event.kind == "done"]
+    return [event.result for event in sorted(done, key=lambda event: (event.row, event.sample))]
 
 
 def stream(
@@ -55,6 +57,7 @@ def stream(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int = 0,
+    samples: int = 1,
     batch_size: int = 8,
     chunk: int = 16,
     system_prompt: str | None = None,
@@ -80,6 +83,7 @@ def stream(
         top_p: sample among the fewest tokens whose mass reaches ``top_p``.
         min_p: sample among the tokens at least ``min_p`` times as likely as the likeliest.
         seed: of the samples. A row's samples depend on the seed and on the row alone.
+        samples: answers a prompt, which share its reading; the first is what one alone would be.
         batch_size: rows decoded together; where one ends, the next prompt is read into it.
         chunk: tokens decoded between two looks of the host.
         system_prompt: put before messages that have no system message.
@@ -125,16 +129,16 @@ def stream(
         if isinstance(stop_texts, str)
         else listed("stop_texts", stop_texts),
         kernel=kernel,
+        samples=samples,
     )
     check_model(asked.recipe, lm)
     options = with_special_stops(lm, asked)
     requests, errors = read_prompts(lm, prompts, options)
     for row, error in errors.items():
-        failed = Result("", (), "error", 0, error=str(error))
-        yield Event("done", row=row, result=failed)
+        yield from _failed(Request(row, (), 0, False), error, samples)
     if not requests:
         return
-    rows = min(batch_size, len(requests))
+    rows = min(batch_size, samples * len(requests))
 
     def planned(prompt_tokens: int, rows: int = rows) -> Plan:
         return plan(
@@ -146,21 +150,31 @@ def stream(
             dtype=lm.dtype,
             parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
             memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
+            parks=samples > 1,
         )
 
     longest, taken = plan_of_longest([len(request.ids) for request in requests], planned)
+    admitted = []
     for request in requests:
         if len(request.ids) > longest:
-            yield _refused(request, planned(len(request.ids), rows=1))
-    admitted = [request for request in requests if len(request.ids) <= longest]
-    alone = len(prompts) == 1
+            yield from _failed(request, _refusal(planned(len(request.ids), rows=1)), samples)
+            continue
+        admitted += [dataclasses.replace(request, sample=sample) for sample in range(samples)]
+    alone = samples * len(prompts) == 1
     yield from decode_all(lm, admitted, taken, options, should_stop, alone=alone)
 
 
-def _refused(request: Request, planned: Plan) -> Event:
-    """The end of a request for which one row alone takes more memory than there is."""
+def _failed(request: Request, error: KvjaxError, samples: int) -> Iterator[Event]:
+    """The end of a request that has not begun, in all its samples."""
+    result = Result("", (), "error", len(request.ids), error=str(error))
+    for sample in range(samples):
+        yield Event("done", row=request.row, result=result, sample=sample)
+
+
+def _refusal(planned: Plan) -> CapacityError:
+    """Why a row does not fit."""
     try:
         planned.check()
     except CapacityError as error:
-        result = Result("", (), "error", len(request.ids), error=str(error))
-    return Event("done", row=request.row, result=result)
+        return error
+    raise AssertionError("it fits")

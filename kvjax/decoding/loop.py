@@ -9,7 +9,14 @@ from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_st
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.events import Event
-from kvjax.decoding.fill import empty_rows, fill_rows, sampling_of
+from kvjax.decoding.fill import (
+    continue_prompt,
+    drop_prompt,
+    empty_rows,
+    fill_rows,
+    park_prompt,
+    sampling_of,
+)
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.sampling import Sampling
@@ -58,7 +65,7 @@ def _run(
     should_stop: Callable[[], bool],
 ) -> Iterator[Event]:
     """Fill free rows, dispatch a chunk, and read what was dispatched before it."""
-    state, sampling = None, sampling_of(planned.geometry.rows, options)
+    state, sampling = None, sampling_of(batch.samples(), options)
     dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
     phase = ""
     while batch.busy():
@@ -70,13 +77,17 @@ def _run(
             yield Event("phase", phase=phase)
             state = idle_state(empty_cache(lm, planned.geometry))
         idle, filled = not dispatched, []
-        for rows in _together(batch.vacate(), planned):
-            state = empty_rows(state, rows)
+        over = batch.vacate()
+        for rows in _together(list(over), planned):
+            state = empty_rows(state, rows, over[rows[0]].lent)
+        for parked in batch.unpark():
+            state = drop_prompt(state, parked)
         for rows in _together(batch.admit(), planned):
             flights = [batch.flights[row] for row in rows]
-            prompts = [flight.row.request for flight in flights]
-            state, output = fill_rows(lm, state, rows, prompts, options)
+            state, output = _fill(lm, state, batch, rows, flights, options)
             filled.append((output, flights))
+            if options.samples > 1:
+                sampling = sampling_of(batch.samples(), options)
         if idle and filled:  # the device has nothing else to do: tell the first tokens at once
             for output, flights in filled:
                 yield from batch.take(output, flights)
@@ -90,6 +101,25 @@ def _run(
             dispatched.append((output, list(batch.flights)))
         for output, flights in before:
             yield from batch.take(output, flights)
+
+
+def _fill(
+    lm: LanguageModel,
+    state: DecodeState,
+    batch: Batch,
+    rows: list[int],
+    flights: list[Flight],
+    options: Options,
+) -> tuple[DecodeState, ChunkOutput]:
+    """Read prompts into rows, or let a row go on from one that has been read."""
+    requests = [flight.row.request for flight in flights]
+    prompt = batch.prompts.get(requests[0].row)
+    if prompt is None:
+        return fill_rows(lm, state, rows, requests, options)
+    ((row,), (request,), (flight,)) = rows, requests, flights
+    if prompt.parked is None:
+        state, prompt.parked = park_prompt(lm, state, request, options)
+    return continue_prompt(state, row, prompt.parked, request, options, flight.lent)
 
 
 def _together(rows: list[int], planned: Plan) -> list[list[int]]:
