@@ -154,7 +154,7 @@ class Plan:
             ("tokens a row", f"{self.tokens}"),
             ("dtype", jnp.dtype(shape.dtype).name),
         ]
-        if shape.longest != self._most(shape.rows):
+        if shape.longest is not None and shape.longest < shape.rows:
             lines.append(("rows so long at once", f"{shape.longest}; more where they are shorter"))
         if self.recipe.budget is not None:
             lines.insert(1, ("budget", _budget(self.recipe)))

@@ -78,7 +78,8 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
     lengths = prompt_lengths(lm, rows, config)
     request = {
         "config": lm.config,
-        "batch_size": min(config.batch_size, len(lengths) or config.batch_size),
+        "batch_size": min(config.batch_size, config.samples * len(lengths) or config.batch_size),
+        "parks": config.samples > 1,
         "prompt_tokens": max(lengths, default=1),
         "max_new_tokens": config.max_new_tokens,
         "dtype": lm.dtype,
@@ -122,8 +123,10 @@ def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:
             f"--max-new-tokens {config.max_new_tokens}: the model's context of {context} tokens "
             f"leaves {context - longest} beside the longest prompt"
         )
-    if lengths and config.batch_size > len(lengths) and config.batch_size != _BATCH_SIZE:
-        found.append(f"--batch-size {config.batch_size}: there are {len(lengths)} prompts")
+    answers = len(lengths) * config.samples
+    if lengths and config.batch_size > answers and config.batch_size != _BATCH_SIZE:
+        what = "prompts" if config.samples == 1 else "answers"
+        found.append(f"--batch-size {config.batch_size}: there are {answers} {what}")
     return found
 
 

@@ -42,6 +42,7 @@ FLAGS = {
     "forget": "--attend-evicted",
     "paper": "--paper",
     "stop_texts": "--stop",
+    "samples": "--samples",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 

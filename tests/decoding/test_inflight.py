@@ -66,6 +66,7 @@ RECIPES = {
     "rkv": made("rkv", budget=40, codec="int4", every=32),
     "pam": made("pam", budget=40, codec="int8", every=32),
     "once": made("pam", budget=40, codec="int8", every=32, once=True),
+    "tam": recipes.tam(budget=40, every=32, page_size=16, recent=16),
     "thinkv": thinkv.recipe(budget=40),
     "thinkv past": thinkv.recipe(budget=40, covers="past"),
     "thinkv matching": thinkv.recipe(budget=40, compactor=kvjax.matching.AttentionMatching(16)),
@@ -77,7 +78,7 @@ QUICK = ("streaming",)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else slow) for n in RECIPES]
 )
-def test_answers_are_those_alone_with_every_recipe(name, how):
+def test_answers_are_those_alone_with_every_recipe(name, how, text_lm):
     """Work on the cache is counted from a row's own first token, whenever that was."""
     if how and name in QUICK:
         pytest.skip("it is the selection that is looked at")
@@ -86,6 +87,7 @@ def test_answers_are_those_alone_with_every_recipe(name, how):
     common = {"recipe": recipe, "max_new_tokens": new, "batch_size": 3, "repetition_stop": False}
     prompts = small.prompts([40, 63, 33, 57, 48, 50], seed=5)
     how = how | common | {"stop_ids": STOPS[:1]}
+    how |= {"model": text_lm if recipe.needs_text else small.lm()}
     together = small.decode(prompts, **how)
     if name in QUICK:  # where nobody waits: as alone, by other tests
         apart = [result for at in (0, 3) for result in small.decode(prompts[at : at + 3], **how)]

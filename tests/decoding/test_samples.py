@@ -112,7 +112,7 @@ def test_whole_pages_of_the_prompt_are_shared_and_no_other(name):
 def test_samples_of_greedy_decoding_are_refused():
     with pytest.raises(kvjax.UsageError, match="samples 2 of greedy decoding are all alike"):
         small.decode(small.prompts([20]), samples=2)
-    with pytest.raises(kvjax.UsageError, match="samples must be at least 1|samples must be betw"):
+    with pytest.raises(kvjax.UsageError, match="samples must be between 1 and"):
         small.decode(small.prompts([20]), samples=0, **SAMPLED)
 
 
