@@ -3,6 +3,7 @@
 from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
+from kvjax.cache.reset import reset_rows
 from kvjax.cache.rows import put_rows, take_rows
 from kvjax.cache.slots import (
     append,
@@ -10,7 +11,6 @@ from kvjax.cache.slots import (
     evict,
     reserve,
     reserve_layer,
-    reset_rows,
     revalue,
     store,
 )

@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
@@ -76,56 +75,19 @@ class Plan:
         if self.memory_bytes is None:
             return None
         one, two = (
-            dataclasses.replace(self, geometry=self._of(rows, self._most(rows))).nbytes
-            - self.parameter_bytes
-            for rows in (1, 2)
+            self.holding(rows, self.most(rows)).nbytes - self.parameter_bytes for rows in (1, 2)
         )
         left = self.memory_bytes - self.parameter_bytes - one
         return 0 if left < 0 else 1 + left // (two - one)
 
-    def fitted(self) -> "Plan":
-        """The plan, or one with pools for fewer of the longest rows where not all can be so long.
-
-        Rows then share the pools, and a request waits until there are pages for it.
-
-        Raises:
-            CapacityError: not even one row can be so long, or the rows' tables alone do not fit.
-        """
-        largest = self.largest_batch()
-        rows, least = self.geometry.rows, 1 + self.parks
-        fits = largest is None or rows <= largest
-        if fits or self.geometry.longest != self._most(rows):
-            return self
-        one, two = (
-            dataclasses.replace(self, geometry=self._of(rows, longest))
-            for longest in (least, least + 1)
+    def holding(self, rows: int, longest: int | None) -> "Plan":
+        """The plan for other rows, and with pools for so many of the longest of them."""
+        return dataclasses.replace(
+            self, geometry=dataclasses.replace(self.geometry, rows=rows, longest=longest)
         )
-        left = self.memory_bytes - one.nbytes
-        if left < 0:
-            self.check()
-        longest = min(least + left // (two.nbytes - one.nbytes), rows + self.parks)
-        return dataclasses.replace(self, geometry=self._of(rows, longest))
 
-    def busy(self, shortest: Geometry) -> "Plan":
-        """The plan, without rows for which there would never be pages.
-
-        Args:
-            shortest: of the same layers, but for the shortest rows.
-        """
-        shape, heads = self.geometry, self.geometry.num_kv_heads
-        rows = shape.rows
-        for own, least in zip(shape.layers, shortest.layers, strict=True):
-            for one, other in zip(own.classes, least.classes, strict=True):
-                rows = min(rows, (shape.pages(one) - 1) // other.of_row(heads))
-        if rows == shape.rows:
-            return self
-        return dataclasses.replace(self, geometry=self._of(rows, shape.longest))
-
-    def _of(self, rows: int, longest: int | None) -> Geometry:
-        return dataclasses.replace(self.geometry, rows=rows, longest=longest)
-
-    def _most(self, rows: int) -> int | None:
-        """``Geometry.longest`` where memory is not short."""
+    def most(self, rows: int) -> int | None:
+        """``Geometry.longest`` of so many rows where memory is not short."""
         return rows + 1 if self.parks else None
 
     def check(self) -> None:
@@ -250,7 +212,7 @@ def plan(
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
     geometry = Geometry(
-        layers=_layers(recipe, config, tokens, prompt),
+        layers=layers_of(recipe, config, tokens, prompt),
         rows=batch_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -265,42 +227,6 @@ def plan(
     chunk = min(prompt, PREFILL_CHUNK)
     working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working, parks)
-
-
-def plan_of_longest(lengths: Iterable[int], planned: Callable[[int], Plan]) -> tuple[int, Plan]:
-    """The longest prompt that one row at least has the memory for, and the plan for such rows.
-
-    Args:
-        lengths: tokens of the prompts.
-        planned: plans rows of prompts that are at most so long.
-
-    Raises:
-        CapacityError: no prompt fits.
-    """
-    of_bucket = {padded_prompt(tokens): tokens for tokens in sorted(lengths)}
-    *longer, shortest = sorted(of_bucket.values(), reverse=True)
-    for tokens in longer:
-        found = planned(tokens)
-        if found.largest_batch() != 0:
-            return tokens, found.fitted().busy(planned(shortest).geometry)
-    found = planned(shortest)
-    return shortest, found.fitted().busy(found.geometry)
-
-
-def pages_of_row(
-    config: ModelConfig, recipe: Recipe, prompt_tokens: int, max_new_tokens: int
-) -> np.ndarray:
-    """Pages that one row can own of every class, all layers' classes in a line, at most.
-
-    Args:
-        recipe: a plan's.
-        prompt_tokens: of the row, padding left out.
-        max_new_tokens: likewise.
-    """
-    tokens = min(prompt_tokens + max_new_tokens, config.context_length)
-    layers = _layers(recipe, config, tokens, prompt_tokens)
-    heads = config.num_kv_heads
-    return np.array([shape.of_row(heads) for layer in layers for shape in layer.classes])
 
 
 def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -362,7 +288,7 @@ def largest_budget(
     return low
 
 
-def _layers(
+def layers_of(
     recipe: Recipe, config: ModelConfig, tokens: int, prompt: int
 ) -> tuple[LayerGeometry, ...]:
     """What every layer takes of a row."""

@@ -10,7 +10,8 @@ from flax import nnx
 
 from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
-from kvjax.cache.plan import least_budget, plan_of_longest
+from kvjax.cache.fitting import plan_of_longest
+from kvjax.cache.plan import least_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row

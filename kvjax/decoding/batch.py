@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.plan import Plan, pages_of_row
+from kvjax.cache.fitting import pages_of_row
+from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import ChunkOutput
 from kvjax.decoding.clock import Clock, Lap
 from kvjax.decoding.events import Event, FinishReason, Progress, Result

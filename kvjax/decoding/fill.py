@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from kvjax.cache import KVCache, put_rows, take_rows
 from kvjax.cache.plan import PREFILL_CHUNK, bucket
+from kvjax.cache.reset import reset_counters, reset_layer
 from kvjax.cache.rows import blank_row, copy_rows, with_pages
-from kvjax.cache.slots import reset_counters, reset_layer
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, put_decoding, start_decoding
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.decoding.requests import Options, Request

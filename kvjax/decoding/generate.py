@@ -7,7 +7,8 @@ from typing import Literal
 import jax
 
 from kvjax.cache import plan
-from kvjax.cache.plan import Plan, plan_of_longest
+from kvjax.cache.fitting import plan_of_longest
+from kvjax.cache.plan import Plan
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.loop import decode_all
 from kvjax.decoding.requests import (

@@ -13,7 +13,8 @@ import pytest
 import kvjax
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
-from kvjax.cache.plan import bucket, pages_of_row
+from kvjax.cache.fitting import pages_of_row
+from kvjax.cache.plan import bucket
 from kvjax.decoding import decode_chunk
 from kvjax.decoding.chunk import idle_state
 from kvjax.decoding.fill import empty_rows, fill_rows
@@ -55,7 +56,7 @@ def test_answers_are_those_alone(how):
 RECIPES = {
     "uniform": recipes.uniform("int4", page_size=16),
     "kivi": recipes.kivi("kivi2-g8"),
-    "streaming": made("streaming", budget=40),
+    "streaming": made("streaming", budget=40, every=32),
     "contiguous": made("streaming", budget=40, codec="int4", positions="contiguous"),
     "random": made("random", budget=40, codec="k4v2"),
     "h2o": made("h2o", budget=40, codec="int4"),
