@@ -75,6 +75,6 @@ def pages_of_row(
         max_new_tokens: likewise.
     """
     tokens = min(prompt_tokens + max_new_tokens, config.context_length)
-    layers = layers_of(recipe, config, tokens, prompt_tokens)
+    layers = layers_of(recipe, config, tokens, prompt_tokens, max_new_tokens)
     heads = config.num_kv_heads
     return np.array([shape.of_row(heads) for layer in layers for shape in layer.classes])

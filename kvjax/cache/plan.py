@@ -212,7 +212,7 @@ def plan(
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
     geometry = Geometry(
-        layers=layers_of(recipe, config, tokens, prompt),
+        layers=layers_of(recipe, config, tokens, prompt, max_new_tokens),
         rows=batch_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -289,20 +289,34 @@ def largest_budget(
 
 
 def layers_of(
-    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int
+    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int, new: int
 ) -> tuple[LayerGeometry, ...]:
-    """What every layer takes of a row."""
+    """What every layer takes of a row.
+
+    Args:
+        tokens: of the row, at most.
+        prompt: how many of them are the prompt's, at most.
+        new: how many of them are the answer's, at most; where the context ends, these two come to
+            more than the first.
+    """
     of_layer = policies(recipe, config)
-    together, prompt = group(of_layer), min(prompt, tokens)
+    size = tokens, min(prompt, tokens), min(new, tokens)
+    together = group(of_layer)
     return tuple(
-        _layer(recipe, policy, together, window, tokens, prompt)
+        _layer(recipe, policy, together, window, *size)
         for policy, window in zip(of_layer, config.windows, strict=True)
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _layer(
-    recipe: Recipe, policy: Policy, together: int, window: int | None, tokens: int, prompt: int
+    recipe: Recipe,
+    policy: Policy,
+    together: int,
+    window: int | None,
+    tokens: int,
+    prompt: int,
+    new: int,
 ) -> LayerGeometry:
     """What one layer takes at most, if so many tokens leave the recent window together."""
     if recipe.keeps_all:
@@ -325,7 +339,7 @@ def _layer(
     heads = [recipe]
     if policy.budgets is not None:
         heads = [dataclasses.replace(recipe, budget=n, head_shares=None) for n in policy.budgets]
-    sizes = zip(*(_sizes(head, policy, window, tokens, prompt) for head in heads), strict=True)
+    sizes = zip(*(_sizes(head, policy, window, tokens, prompt, new) for head in heads), strict=True)
     rest = []
     for index, (codec, of_head) in enumerate(zip(policy.classes, sizes, strict=True), 1):
         pages = [max(1, math.ceil(size / page)) for size in of_head]
@@ -337,14 +351,14 @@ def _layer(
 
 
 def _sizes(
-    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int, new: int
 ) -> list[int]:
     """Tokens of one KV head in each class, at most."""
     if recipe.segmenter is None and recipe.prompt_codec is None:
-        held = _held(recipe, policy, window, tokens, prompt)
+        held = _held(recipe, policy, window, tokens, prompt, new)
         return [policy.first, held - policy.first] if policy.first else [held]
     if policy.keeps == "window":
-        return [_held(recipe, policy, window, tokens, prompt)]
+        return [_held(recipe, policy, window, tokens, prompt, new)]
     of_prompt, of_answer = prompt, tokens
     if policy.keeps == "budget" and recipe.retention is not None:
         if recipe.selector is not None:
@@ -359,7 +373,7 @@ def _sizes(
                 most = max(most, _floor(recipe) * (tokens // every))
             of_answer = min(most + every + recipe.tick, tokens)
     elif policy.keeps == "budget":
-        of_answer = _held(recipe, policy, window, tokens, prompt)
+        of_answer = _held(recipe, policy, window, tokens, prompt, new)
     sizes = [0] * len(policy.classes)
     sizes[policy.of_prompt - 1] += of_prompt
     for index in set(policy.of_kind):
@@ -367,7 +381,9 @@ def _sizes(
     return [min(size, tokens) for size in sizes]
 
 
-def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int) -> int:
+def _held(
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int, new: int
+) -> int:
     """Tokens of one KV head outside the recent window, at most."""
     if policy.keeps == "all":
         return tokens
@@ -375,8 +391,8 @@ def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, promp
         return min(window + recipe.tick, tokens)
     # Between two selections nothing is evicted.
     always = recipe.every and set(PHASES[1:]) <= set(recipe.compress)
-    apart = max(recipe.every, recipe.tick) if always else tokens - prompt
+    apart = max(recipe.every, recipe.tick) if always else new
     if always and recipe.once:
-        apart = max(apart, tokens - prompt - recipe.every)
+        apart = max(apart, new - recipe.every)
     spared = prompt if recipe.spares_prompt or recipe.repeats else 0
     return min(max(recipe.most(tokens), spared + recipe.floor) + apart, tokens)

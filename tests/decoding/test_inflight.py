@@ -14,7 +14,6 @@ import kvjax
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.cache.fitting import pages_of_row
-from kvjax.cache.plan import bucket
 from kvjax.decoding import decode_chunk
 from kvjax.decoding.chunk import idle_state
 from kvjax.decoding.fill import empty_rows, fill_rows
@@ -328,25 +327,20 @@ def test_who_can_never_fit_is_refused_with_the_numbers():
 
 
 @pytest.mark.parametrize("name", ["full", *RECIPES])
-def test_no_request_can_own_more_than_the_largest(name):
-    config = small.lm().config
+@pytest.mark.parametrize("context", [1 << 14, 170], ids=["long", "short"])
+def test_no_request_can_own_more_than_the_largest(name, context):
+    """Where the context ends, answers of short prompts get longer than the longest prompt's."""
+    config = small.lm(context=context).config
     recipe = RECIPES.get(name, recipes.full(PAGE))
-    planned = plan(
-        config,
-        recipe,
-        batch_size=1,
-        prompt_tokens=100,
-        max_new_tokens=90,
-        dtype="float32",
-        parameter_bytes=0,
-    )
+    size = {"dtype": "float32", "parameter_bytes": 0, "batch_size": 1}
+    planned = plan(config, recipe, prompt_tokens=100, max_new_tokens=90, **size)
     shapes = [shape for layer in planned.geometry.layers for shape in layer.classes]
     largest = [shape.of_row(config.num_kv_heads) for shape in shapes]
     before = None
-    for prompt, new in ((1, 1), (5, 40), (5, 90), (33, 90), (bucket(100) - 38, 90), (100, 90)):
+    for prompt, new in ((1, 0), (1, 1), (5, 40), (5, 90), (33, 90), (66, 90), (80, 90), (100, 70)):
         pages = pages_of_row(config, planned.recipe, prompt, new)
         assert (pages <= largest).all() and (pages > 0).all()
-        assert before is None or (pages >= before).all()
+        assert new == 70 or before is None or (pages >= before).all()
         before = pages
 
 
