@@ -10,24 +10,37 @@ from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 
 
-def plan_of_longest(lengths: Iterable[int], planned: Callable[[int], Plan]) -> tuple[int, Plan]:
+def plan_of_longest(
+    config: ModelConfig,
+    lengths: Iterable[int],
+    max_new_tokens: int,
+    planned: Callable[[int], Plan],
+) -> tuple[int, Plan]:
     """The longest prompt that one row at least has the memory for, and the plan for such rows.
 
     Args:
+        config: the model's.
         lengths: tokens of the prompts.
+        max_new_tokens: of every answer, at most.
         planned: plans rows of prompts that are at most so long.
 
     Raises:
         CapacityError: no prompt fits.
     """
     of_bucket = {padded_prompt(tokens): tokens for tokens in sorted(lengths)}
-    *longer, shortest = sorted(of_bucket.values(), reverse=True)
-    for tokens in longer:
-        found = planned(tokens)
-        if found.largest_batch() != 0:
-            return tokens, _busy(fitted(found), planned(shortest).geometry)
-    found = planned(shortest)
-    return shortest, _busy(fitted(found), found.geometry)
+    *longer, last = sorted(of_bucket.values(), reverse=True)
+    plans = ((tokens, planned(tokens)) for tokens in longer)
+    tokens, found = next(
+        ((tokens, found) for tokens, found in plans if found.largest_batch() != 0),
+        (last, None),
+    )
+    found = fitted(found or planned(last))
+    if found.geometry.longest is None or found.parks:
+        return tokens, found
+    # Without rows for which there would never be pages.
+    least = pages_of_row(config, found.recipe, min(lengths), max_new_tokens)
+    rows = min(found.geometry.rows, int((pool_pages(found.geometry) // least).min()))
+    return tokens, found.holding(rows, found.geometry.longest)
 
 
 def fitted(planned: Plan) -> Plan:
@@ -50,18 +63,10 @@ def fitted(planned: Plan) -> Plan:
     return planned.holding(rows, min(longest, rows + planned.parks))
 
 
-def _busy(planned: Plan, shortest: Geometry) -> Plan:
-    """The plan, without rows for which there would never be pages.
-
-    Args:
-        shortest: of the same layers, but for the shortest rows.
-    """
-    shape = planned.geometry
-    rows = shape.rows
-    for own, least in zip(shape.layers, shortest.layers, strict=True):
-        for one, other in zip(own.classes, least.classes, strict=True):
-            rows = min(rows, (shape.pages(one) - 1) // other.of_row(shape.num_kv_heads))
-    return planned if rows == shape.rows else planned.holding(rows, shape.longest)
+def pool_pages(geometry: Geometry) -> np.ndarray:
+    """Pages that rows can own of every class, all layers' classes in a line, all rows together."""
+    shapes = [shape for layer in geometry.layers for shape in layer.classes]
+    return np.array([geometry.pages(shape) - 1 for shape in shapes])
 
 
 def pages_of_row(

@@ -56,7 +56,8 @@ class Outline:
             sized = dataclasses.replace(self, request=self.request | {"prompt_tokens": tokens})
             return sized.plan(recipe, memory_bytes)
 
-        return plan_of_longest(self.lengths or [self.prompt_tokens], planned)[1]
+        config, new = self.request["config"], self.request["max_new_tokens"]
+        return plan_of_longest(config, self.lengths or [self.prompt_tokens], new, planned)[1]
 
     def least_budget(self, recipe: Recipe) -> int:
         """The smallest budget that the run can keep to."""

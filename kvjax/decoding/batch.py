@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.fitting import pages_of_row
+from kvjax.cache.fitting import pages_of_row, pool_pages
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import ChunkOutput
 from kvjax.decoding.clock import Clock, Lap
@@ -156,9 +156,7 @@ class Batch:
 
     def _free_pages(self) -> np.ndarray:
         """Pages of every class that nobody can come to own."""
-        geometry = self._planned.geometry
-        shapes = [shape for layer in geometry.layers for shape in layer.classes]
-        pools = np.array([geometry.pages(shape) - 1 for shape in shapes])
+        pools = pool_pages(self._planned.geometry)
         owners = [*filter(None, self.flights), *self.prompts.values()]
         return pools - sum(owner.pages for owner in owners)
 

@@ -154,7 +154,8 @@ def stream(
             parks=samples > 1,
         )
 
-    longest, taken = plan_of_longest([len(request.ids) for request in requests], planned)
+    lengths = [len(request.ids) for request in requests]
+    longest, taken = plan_of_longest(lm.config, lengths, max_new_tokens, planned)
     admitted = []
     for request in requests:
         if len(request.ids) > longest:

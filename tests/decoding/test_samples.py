@@ -99,6 +99,10 @@ def test_whole_pages_of_the_prompt_are_shared_and_no_other(name):
             assert (mine[:, : lent[0]] == its[:, : lent[0]]).all()
             rest = mine[:, lent[0] :], its[:, lent[0] :]
             assert not set(pages_of([rest[0]])) & set(pages_of([rest[1]]))
+    for layer, of_prompt in zip(state.cache.layers, parked.cache.layers, strict=True):
+        for pool, table, source in zip(layer.pools, layer.tables, of_prompt.tables, strict=True):
+            mine, its = table[2], source[0]
+            assert (pool.pos[mine] == pool.pos[its]).all() and (pool.k[mine] == pool.k[its]).all()
     state = empty_rows(state, [0], lent)
     accounted(state.cache, parked, lent=lent)
     assert owned(state.cache, 2) == held
