@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import Held, force_together, held
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import prefill_prompts, seed_bits
@@ -51,7 +52,7 @@ def log_likelihoods(
         seed: of selectors that draw.
     """
     recipe, rows = planned.recipe, planned.geometry.rows
-    cache, logits = prefill_prompts(lm, prompts, planned.geometry, recipe, seed)
+    cache, logits = prefill_prompts(lm, empty_cache(lm, planned.geometry), prompts, recipe, seed)
     lengths = np.array([len(ids) for ids in following] + [0] * (rows - len(following)), np.int32)
     given = np.zeros((rows, lengths.max() + recipe.tick), np.int32)
     for row, ids in enumerate(following):

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import plan
 from kvjax.cache.plan import Plan, bucket
 from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import Held, force_chunk, force_together, held
-from kvjax.decoding.generate import NARROWEST
+from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import prefill_prompts, seed_bits
 from kvjax.decoding.report import BytesLog
@@ -248,7 +249,7 @@ def compare(
     recipe = planned.recipe
     scores = _Scores(lm, tokens, planned)
     prompts = ids[:, :prompt_tokens].tolist()
-    cache, logits = prefill_prompts(lm, prompts, planned.geometry, recipe, seed)
+    cache, logits = prefill_prompts(lm, empty_cache(lm, planned.geometry), prompts, recipe, seed)
     scores.add(logits[None], held(cache))
     compressing = _Phases(lm, ids, prompt_tokens, recipe)
     _feed(lm, cache, scores, compressing, recipe, seed, per_layer=per_layer, by_tick=by_tick)

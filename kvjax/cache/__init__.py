@@ -3,13 +3,14 @@
 from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, held_latents, init_cache
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
+from kvjax.cache.reset import reset_rows
+from kvjax.cache.rows import put_rows, take_rows
 from kvjax.cache.slots import (
     append,
     compact,
     evict,
     reserve,
     reserve_layer,
-    reset_rows,
     revalue,
     store,
 )
@@ -29,9 +30,11 @@ __all__ = [
     "held_latents",
     "init_cache",
     "plan",
+    "put_rows",
     "reserve",
     "reserve_layer",
     "reset_rows",
     "revalue",
     "store",
+    "take_rows",
 ]

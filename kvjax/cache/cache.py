@@ -47,6 +47,7 @@ class LayerCache:
             Tables then have a line for each block of them (``pallas_kernels.latent_attention``)
             instead of each KV head, which ``Hkv`` stands for here and in what works on tables.
         span: positions are below this, where there are latents.
+        share: pages of theirs that a row may own.
     """
 
     pools: tuple[KVPages, ...]
@@ -58,6 +59,7 @@ class LayerCache:
         default=(kv_codec("bf16"),), metadata={"static": True}
     )
     span: int = dataclasses.field(default=0, metadata={"static": True})
+    share: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -171,6 +173,7 @@ def _init_layer(
         spectra=spectra,
         codecs=tuple(shape.codec for shape in layer.classes),
         span=geometry.span,
+        share=(layer.classes[-1].pages_per_row or 0) if spectra is not None else 0,
     )
 
 

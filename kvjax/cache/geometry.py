@@ -69,6 +69,7 @@ class Geometry:
         vocab_size: where they are, the tokens that there are.
         projector: what keys and values are compressed by, where latents are kept instead.
         span: where they are, positions are below this.
+        longest: rows that can own at once all the pages that a row can own; None: all of them.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -82,6 +83,7 @@ class Geometry:
     vocab_size: int = 0
     projector: Projector | None = None
     span: int = 0
+    longest: int | None = None
 
     @classmethod
     def full(
@@ -94,7 +96,8 @@ class Geometry:
 
     def pages(self, shape: ClassGeometry) -> int:
         """Pages of a pool, the scratch page among them."""
-        return 1 + self.rows * shape.of_row(self.heads(shape))
+        owners = self.rows if self.longest is None else self.longest
+        return 1 + owners * shape.of_row(self.heads(shape))
 
     def heads(self, shape: ClassGeometry) -> int:
         """Lines of a block table: KV heads, or blocks of the keys' latents and of the values'."""

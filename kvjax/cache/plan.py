@@ -1,6 +1,7 @@
 """What a run will allocate, computed before anything is allocated or any weight is read."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -44,6 +45,7 @@ class Plan:
         parameter_bytes: the model's weights.
         memory_bytes: what there is, or None where that is not known.
         prefill_row_bytes: what reading its prompt takes of each row for a while; an estimate.
+        parks: whether the pools have room for a prompt beside the rows, which several share.
     """
 
     geometry: Geometry
@@ -52,11 +54,16 @@ class Plan:
     parameter_bytes: int
     memory_bytes: int | None
     prefill_row_bytes: int = 0
+    parks: bool = False
 
     @property
     def prefill_bytes(self) -> int:
-        """What reading the prompts takes for a while; an estimate, see `prefill_row_bytes`."""
-        return self.geometry.rows * self.prefill_row_bytes
+        """What reading the prompts takes for a while; an estimate, see `prefill_row_bytes`.
+
+        They are read together, or one after the other where memory is short.
+        """
+        together = self.geometry.rows if self.geometry.longest is None else 1
+        return together * self.prefill_row_bytes
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +75,20 @@ class Plan:
         if self.memory_bytes is None:
             return None
         one, two = (
-            dataclasses.replace(self.geometry, rows=rows).nbytes + rows * self.prefill_row_bytes
-            for rows in (1, 2)
+            self.holding(rows, self.most(rows)).nbytes - self.parameter_bytes for rows in (1, 2)
         )
         left = self.memory_bytes - self.parameter_bytes - one
         return 0 if left < 0 else 1 + left // (two - one)
+
+    def holding(self, rows: int, longest: int | None) -> "Plan":
+        """The plan for other rows, and with pools for so many of the longest of them."""
+        return dataclasses.replace(
+            self, geometry=dataclasses.replace(self.geometry, rows=rows, longest=longest)
+        )
+
+    def most(self, rows: int) -> int | None:
+        """``Geometry.longest`` of so many rows where memory is not short."""
+        return rows + 1 if self.parks else None
 
     def check(self) -> None:
         """Refuse what cannot fit.
@@ -85,7 +101,7 @@ class Plan:
             return
         advice = f"--batch-size {largest}" if largest else "a smaller --max-new-tokens or model"
         raise CapacityError(
-            f"{self.geometry.rows} rows of {self.tokens} tokens need "
+            f"{_counted(self.geometry.rows, 'row')} of {self.tokens} tokens need "
             f"{size(self.geometry.nbytes)} of cache beside {size(self.parameter_bytes)} of "
             f"weights and about {size(self.prefill_bytes)} while prompts are read, and there are "
             f"{size(self.memory_bytes)}: pass {advice}"
@@ -100,6 +116,8 @@ class Plan:
             ("tokens a row", f"{self.tokens}"),
             ("dtype", jnp.dtype(shape.dtype).name),
         ]
+        if shape.longest is not None and shape.longest < shape.rows:
+            lines.append(("rows so long at once", f"{shape.longest}; more where they are shorter"))
         if self.recipe.budget is not None:
             lines.insert(1, ("budget", _budget(self.recipe)))
         # Layers that are alike share their lines.
@@ -175,11 +193,15 @@ def plan(
     dtype: DTypeLike,
     parameter_bytes: int,
     memory_bytes: int | None = None,
+    parks: bool = False,
 ) -> Plan:
     """Size a cache for ``batch_size`` rows of the longest prompt and answer.
 
     The size depends on the prompt's bucket and not on its exact length, so that two prompts of one
     bucket share every compiled program.
+
+    Args:
+        parks: whether there is to be room for one more prompt, which several rows share.
 
     Raises:
         UsageError: the recipe does not fit the model or the prompt.
@@ -190,14 +212,8 @@ def plan(
     segments = 0
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
-    of_layer = policies(recipe, config)
     geometry = Geometry(
-        layers=tuple(
-            _layer(recipe, policy, group(of_layer), window, tokens, min(prompt, tokens))
-            if recipe.projector is None
-            else _latent_layer(recipe, policy, config, index, tokens, min(prompt, tokens))
-            for index, (policy, window) in enumerate(zip(of_layer, config.windows, strict=True))
-        ),
+        layers=layers_of(recipe, config, tokens, prompt, max_new_tokens),
         rows=batch_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -208,11 +224,12 @@ def plan(
         vocab_size=config.vocab_size if recipe.needs_text else 0,
         projector=recipe.projector,
         span=tokens if recipe.projector else 0,
+        longest=batch_size + 1 if parks else None,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
     working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
-    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working)
+    return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working, parks)
 
 
 def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -274,8 +291,40 @@ def largest_budget(
     return low
 
 
+def layers_of(
+    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int, new: int
+) -> tuple[LayerGeometry, ...]:
+    """What every layer takes of a row.
+
+    Args:
+        tokens: of the row, at most.
+        prompt: how many of them are the prompt's, at most.
+        new: how many of them are the answer's, at most; where the context ends, these two come to
+            more than the first.
+    """
+    of_layer = policies(recipe, config)
+    size = tokens, min(prompt, tokens), min(new, tokens)
+    together = group(of_layer)
+    if recipe.projector is not None:
+        return tuple(
+            _latent_layer(recipe, policy, config, index, *size)
+            for index, policy in enumerate(of_layer)
+        )
+    return tuple(
+        _layer(recipe, policy, together, window, *size)
+        for policy, window in zip(of_layer, config.windows, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def _layer(
-    recipe: Recipe, policy: Policy, together: int, window: int | None, tokens: int, prompt: int
+    recipe: Recipe,
+    policy: Policy,
+    together: int,
+    window: int | None,
+    tokens: int,
+    prompt: int,
+    new: int,
 ) -> LayerGeometry:
     """What one layer takes at most, if so many tokens leave the recent window together."""
     if recipe.keeps_all:
@@ -295,7 +344,7 @@ def _layer(
     heads = [recipe]
     if policy.budgets is not None:
         heads = [dataclasses.replace(recipe, budget=n, head_shares=None) for n in policy.budgets]
-    sizes = zip(*(_sizes(head, policy, window, tokens, prompt) for head in heads), strict=True)
+    sizes = zip(*(_sizes(head, policy, window, tokens, prompt, new) for head in heads), strict=True)
     rest = []
     for index, (codec, of_head) in enumerate(zip(policy.classes, sizes, strict=True), 1):
         pages = [max(1, math.ceil(size / page)) for size in of_head]
@@ -315,7 +364,13 @@ def _recent_pages(recipe: Recipe, together: int) -> int:
 
 
 def _latent_layer(
-    recipe: Recipe, policy: Policy, config: ModelConfig, index: int, tokens: int, prompt: int
+    recipe: Recipe,
+    policy: Policy,
+    config: ModelConfig,
+    index: int,
+    tokens: int,
+    prompt: int,
+    new: int,
 ) -> LayerGeometry:
     """What one layer takes at most, where latents are kept.
 
@@ -325,7 +380,7 @@ def _latent_layer(
     width = config.num_kv_heads * config.head_dim
     recent = _recent_pages(recipe, 1)
     first = ClassGeometry(kv_codec("bf16"), RECENT_PAGE, recent, latent=width)
-    [held] = _sizes(recipe, policy, config.windows[index], tokens, prompt)
+    [held] = _sizes(recipe, policy, config.windows[index], tokens, prompt, new)
     pages = math.ceil(held / recipe.page_size)
     blocks = recipe.projector.blocks
     most = 2 * (blocks - 1)
@@ -344,14 +399,14 @@ def _latent_layer(
 
 
 def _sizes(
-    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int, new: int
 ) -> list[int]:
     """Tokens of one KV head in each class, at most."""
     if recipe.segmenter is None and recipe.prompt_codec is None:
-        held = _held(recipe, policy, window, tokens, prompt)
+        held = _held(recipe, policy, window, tokens, prompt, new)
         return [policy.first, held - policy.first] if policy.first else [held]
     if policy.keeps == "window":
-        return [_held(recipe, policy, window, tokens, prompt)]
+        return [_held(recipe, policy, window, tokens, prompt, new)]
     of_prompt, of_answer = prompt, tokens
     if policy.keeps == "budget" and recipe.retention is not None:
         if recipe.selector is not None:
@@ -366,7 +421,7 @@ def _sizes(
                 most = max(most, _floor(recipe) * (tokens // every))
             of_answer = min(most + every + recipe.tick, tokens)
     elif policy.keeps == "budget":
-        of_answer = _held(recipe, policy, window, tokens, prompt)
+        of_answer = _held(recipe, policy, window, tokens, prompt, new)
     sizes = [0] * len(policy.classes)
     sizes[policy.of_prompt - 1] += of_prompt
     for index in set(policy.of_kind):
@@ -374,7 +429,9 @@ def _sizes(
     return [min(size, tokens) for size in sizes]
 
 
-def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int) -> int:
+def _held(
+    recipe: Recipe, policy: Policy, window: int | None, tokens: int, prompt: int, new: int
+) -> int:
     """Tokens of one KV head outside the recent window, at most."""
     if policy.keeps == "all":
         return tokens
@@ -382,8 +439,8 @@ def _held(recipe: Recipe, policy: Policy, window: int | None, tokens: int, promp
         return min(window + recipe.tick, tokens)
     # Between two selections nothing is evicted.
     always = recipe.every and set(PHASES[1:]) <= set(recipe.compress)
-    apart = max(recipe.every, recipe.tick) if always else tokens - prompt
+    apart = max(recipe.every, recipe.tick) if always else new
     if always and recipe.once:
-        apart = max(apart, tokens - prompt - recipe.every)
+        apart = max(apart, new - recipe.every)
     spared = prompt if recipe.spares_prompt or recipe.repeats else 0
     return min(max(recipe.most(tokens), spared + recipe.floor) + apart, tokens)

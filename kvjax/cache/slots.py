@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from kvjax.cache.cache import KVCache, LayerCache
 from kvjax.cache.pages import give_pages, take_pages
 from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values, plain_keys
-from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
 
 _FEW = 64  # tokens that leave the recent window at a time
@@ -96,7 +95,7 @@ def store(
     lacking = needed - _is_free(pool, table, codec.group).sum((2, 3), dtype=jnp.int32)
     wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
     if layer.spectra is not None:
-        wanted = _of_own_share(pool, table, wanted)
+        wanted = _of_own_share(layer.share, table, wanted)
     table, free = take_pages(free, table, wanted)
     pages, slots = _free_slots(pool, table, keep, codec.group)
     shared = {}
@@ -178,38 +177,13 @@ def as_stored(
     return plain_keys(codec, basis, codec.k.decode(coded))
 
 
-def reset_rows(cache: KVCache, rows: Bool[Array, " B"]) -> KVCache:
-    """Empty some rows and give back all their pages, so that they can start again."""
-    layers = []
-    for layer in cache.layers:
-        for index, table in enumerate(layer.tables):
-            keep = jnp.broadcast_to(
-                ~rows[:, None, None, None], (*table.shape, layer.pools[index].page_size)
-            )
-            layer = evict(layer, index, keep)
-            owned = jnp.broadcast_to(rows[:, None, None], table.shape)
-            table, free = give_pages(layer.free[index], layer.tables[index], owned)
-            layer = replace_class(layer, index, tables=table, free=free)
-        layers.append(layer)
-    counters = {
-        name: jnp.where(rows, 0, getattr(cache, name))
-        for name in ("length", "prompt", "stored", "crowded")
-    }
-    if cache.ledger is not None:
-        tokens = jnp.where(rows[:, None], 0, cache.ledger.tokens)
-        counters["ledger"] = dataclasses.replace(cache.ledger, tokens=tokens)
-    if cache.thoughts is not None:
-        none = no_thoughts(*cache.thoughts.kind.shape)
-        counters["thoughts"] = jax.tree.map(
-            lambda new, old: jnp.where(rows[:, None], new, old), none, cache.thoughts
-        )
-    return dataclasses.replace(cache, layers=tuple(layers), **counters)
-
-
-def compact(layer: LayerCache, index: int) -> LayerCache:
+def compact(layer: LayerCache, index: int, due: Bool[Array, " B"] | None = None) -> LayerCache:
     """Move the live slots of each KV head to its first pages, byte for byte; free the rest.
 
     For once, after much was evicted: it copies all that the class's tables name.
+
+    Args:
+        due: rows to do this in; all if None.
 
     Raises:
         ValueError: slots of the class share scales, which cannot move with one of them.
@@ -218,7 +192,10 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
     if layer.codecs[index].group > 1:
         raise ValueError(f"slots of {layer.codecs[index].name} share scales and cannot be moved")
     rows, heads, width = table.shape
-    order = jnp.argsort(pool.bias[table].reshape(rows, heads, -1) == -jnp.inf, -1, stable=True)
+    free_slots = pool.bias[table].reshape(rows, heads, -1) == -jnp.inf
+    if due is not None:  # where none is free, none moves
+        free_slots &= due[:, None, None]
+    order = jnp.argsort(free_slots, -1, stable=True)
 
     def move(array, axis):
         """Reorder the slots, which lie along ``axis`` of the pool's array."""
@@ -238,22 +215,24 @@ def compact(layer: LayerCache, index: int) -> LayerCache:
         pool, **{name: move(getattr(pool, name), axis) for name, axis in axes.items()}
     )
     empty = ~(pool.bias[table] > -jnp.inf).any(-1)
+    if due is not None:
+        empty &= due[:, None, None]
     table, free = give_pages(free, table, empty)
     return replace_class(layer, index, pools=pool, tables=table, free=free)
 
 
 def _of_own_share(
-    pool: KVPages, table: Int[Array, "B N P"], wanted: Int[Array, "B N"]
+    share: int, table: Int[Array, "B N P"], wanted: Int[Array, "B N"]
 ) -> Int[Array, "B N"]:
     """Pages that a row may take for the blocks of its latents, out of its own share of the pool.
 
     First blocks of keys and values have room for every token, so that none is lost. What is left of
     the share goes to the others, first blocks first; rows never feel each other.
     """
-    rows, lines, most = table.shape
+    lines, most = table.shape[1:]
     deep = jnp.arange(lines, dtype=jnp.int32)[None] >= 2
     owned = jnp.where(deep, (table != SCRATCH_PAGE).sum(-1, dtype=jnp.int32), 0).sum(-1)
-    left = (pool.pos.shape[0] - 1) // rows - 2 * most - owned
+    left = share - 2 * most - owned
     before = jnp.cumsum(jnp.where(deep, wanted, 0), -1) - jnp.where(deep, wanted, 0)
     return jnp.where(deep, jnp.clip(left[:, None] - before, 0, wanted), wanted)
 

@@ -37,7 +37,7 @@ class DecodeConfig:
     )
     output: str | None = option(None, "file for the answers instead of standard output", "-o")
     format: Literal["text", "json", "jsonl"] | None = option(
-        None, "default: text, or jsonl with --prompts; json is a list with --prompts"
+        None, "default: text, or jsonl with --prompts or -n; json is a list then"
     )
     system_prompt: str | None = option(
         None, "put before prompts that have no system message", blank=True
@@ -61,7 +61,8 @@ class DecodeConfig:
     )
     seed: int = option(0, "of the samples", minimum=0, maximum=2**32 - 1)
     greedy: bool = option(False, "the likeliest token always", group="sampling")
-    batch_size: int = option(8, "prompts decoded together", minimum=1)
+    samples: int = option(1, "answers a prompt, which is read once", "-n", minimum=1)
+    batch_size: int = option(8, "answers decoded together", minimum=1)
     stop: tuple[str, ...] = option(
         (), "end an answer where this text begins; may be given several times"
     )
@@ -276,13 +277,27 @@ class DecodeConfig:
             raise UsageError("--trace draws one answer: leave it out with --prompts")
         if self.prompts and self.stream:
             raise UsageError("--stream is for one prompt: leave it out with --prompts")
+        if self.samples > 1:
+            for name in ("compare", "trace", "stream"):
+                if getattr(self, name):
+                    raise UsageError(f"--{name} is for one answer: leave it out with --samples")
+            if self.greedy or self.temperature == 0:
+                raise UsageError(
+                    f"--samples {self.samples} of greedy decoding are all alike: give a "
+                    "--temperature above 0"
+                )
         if self.stream and self.answer_format != "text":
             raise UsageError(f"--stream prints text: leave it out with --format {self.format}")
 
     @property
     def answer_format(self) -> Literal["text", "json", "jsonl"]:
         """The format, with its default settled."""
-        return self.format or ("jsonl" if self.prompts else "text")
+        return self.format or ("jsonl" if self.several else "text")
+
+    @property
+    def several(self) -> bool:
+        """Whether there can be more than one answer."""
+        return bool(self.prompts) or self.samples > 1
 
 
 def decode_parser() -> argparse.ArgumentParser:

@@ -70,11 +70,12 @@ def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:
         "repetition_stop": config.repetition_stop,
         "stop_texts": config.stop,
         "kernel": config.kernel,
+        "samples": config.samples,
     }
 
 
 def prompt_options(config: DecodeConfig, recipe: Recipe) -> Options:
     """Options to read prompts with: how tokens are chosen, and what becomes of them, makes no
     difference to a prompt."""
-    choice = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    choice = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samples": 1}
     return Options(**{**stream_options(config, recipe), **choice}, chunk=1, stop_ids=())

@@ -10,6 +10,7 @@ from flax import nnx
 
 from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
+from kvjax.cache.fitting import plan_of_longest
 from kvjax.cache.plan import least_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
@@ -43,6 +44,21 @@ class Outline:
         """
         return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
 
+    def plan_of_longest(self, recipe: Recipe, memory_bytes: int | None) -> Plan:
+        """The plan of the run: of the longest prompt that fits, as ``kvjax.stream`` makes it.
+
+        Raises:
+            UsageError: the recipe does not fit the model or the prompts.
+            CapacityError: no prompt fits the memory.
+        """
+
+        def planned(tokens: int) -> Plan:
+            sized = dataclasses.replace(self, request=self.request | {"prompt_tokens": tokens})
+            return sized.plan(recipe, memory_bytes)
+
+        config, new = self.request["config"], self.request["max_new_tokens"]
+        return plan_of_longest(config, self.lengths or [self.prompt_tokens], new, planned)[1]
+
     def least_budget(self, recipe: Recipe) -> int:
         """The smallest budget that the run can keep to."""
         return least_budget(recipe, self.prompt_tokens, self.request["max_new_tokens"])
@@ -64,7 +80,8 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
     lengths = prompt_lengths(lm, rows, config)
     request = {
         "config": lm.config,
-        "batch_size": min(config.batch_size, len(lengths) or config.batch_size),
+        "batch_size": min(config.batch_size, config.samples * len(lengths) or config.batch_size),
+        "parks": config.samples > 1,
         "prompt_tokens": max(lengths, default=1),
         "max_new_tokens": config.max_new_tokens,
         "dtype": lm.dtype,
@@ -108,8 +125,10 @@ def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:
             f"--max-new-tokens {config.max_new_tokens}: the model's context of {context} tokens "
             f"leaves {context - longest} beside the longest prompt"
         )
-    if lengths and config.batch_size > len(lengths) and config.batch_size != _BATCH_SIZE:
-        found.append(f"--batch-size {config.batch_size}: there are {len(lengths)} prompts")
+    answers = len(lengths) * config.samples
+    if lengths and config.batch_size > answers and config.batch_size != _BATCH_SIZE:
+        what = "prompts" if config.samples == 1 else "answers"
+        found.append(f"--batch-size {config.batch_size}: there are {answers} {what}")
     return found
 
 

@@ -6,6 +6,7 @@ from kvjax.command.inputs import read_input
 from kvjax.command.outline import limits, outline
 from kvjax.command.output import print_out
 from kvjax.command.recipe import flags_in_errors, given_recipe
+from kvjax.errors import CapacityError
 from kvjax.memory import device_memory
 from kvjax.report.say import say
 from kvjax.report.units import table
@@ -23,10 +24,19 @@ def show_plan(config: DecodeConfig) -> int:
     outlined = outline(config, read_input(config) if has_prompt else [])
     recipe = settled_recipe(config, outlined)
     with flags_in_errors():
-        planned = outlined.plan(recipe, allowed or device_memory())
+        memory = allowed or device_memory()
+        planned, refused = outlined.plan(recipe, memory), None
+        try:
+            if has_prompt:  # and so lengths, with which rows can share what there is
+                planned = outlined.plan_of_longest(recipe, memory)
+            else:
+                planned.check()
+        except CapacityError as error:
+            refused = error
     if not config.quiet:
         for line in limits(config, outlined.request["config"].context_length, outlined.lengths):
             say(f"kvjax: {line}")
     print_out(table(planned.rows()) + "\n")
-    planned.check()
+    if refused is not None:
+        raise refused
     return 0

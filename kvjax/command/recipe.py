@@ -46,6 +46,7 @@ FLAGS = {
     "tau": "--tau",
     "rate": "--latent-rate",
     "blocks": "--latent-blocks",
+    "samples": "--samples",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 

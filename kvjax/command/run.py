@@ -91,9 +91,9 @@ class _Run:
         self.rows = rows
         self.text = text
         self.interrupts = interrupts
-        self.answers = Answers(output, config.answer_format, listed=config.prompts is not None)
+        self.answers = Answers(output, config.answer_format, listed=config.several)
         self.progress = ProgressLine(sys.stderr, enabled=not config.quiet)
-        plain = config.answer_format == "text" and not config.prompts and not config.output
+        plain = config.answer_format == "text" and not config.several and not config.output
         automatic = plain and sys.stdout.isatty()
         self.streaming = automatic if config.stream is None else config.stream
         self.lm: kvjax.LanguageModel | None = None
@@ -126,8 +126,13 @@ class _Run:
         outlined = outline(config, self.rows)
         self.recipe = settled_recipe(config, outlined)
         with flags_in_errors():
-            planned = outlined.plan(self.recipe, memory or device_memory())
-        planned.check()
+            planned = outlined.plan_of_longest(self.recipe, memory or device_memory())
+        at_once, rows = planned.geometry.longest, outlined.request["batch_size"]
+        if at_once is not None and at_once < rows and not config.quiet:
+            say(
+                f"kvjax: --batch-size {config.batch_size}: the memory holds {at_once} rows of "
+                f"{planned.tokens} tokens at once, and others wait for them to end"
+            )
         thoughts = described_thoughts(self.recipe)
         if thoughts and not config.quiet:
             say(f"kvjax: {thoughts}")
@@ -152,11 +157,18 @@ class _Run:
     def _decode(self, lm: kvjax.LanguageModel) -> None:
         for i, row in enumerate(self.rows):
             if row.error is not None:
-                self.answers.add(i, failed(row.id, row.error))
+                for sample in range(self.config.samples):
+                    self._add(i, sample, failed(row.id, row.error))
         good = [i for i, row in enumerate(self.rows) if row.error is None]
         prompts = [self.rows[i].prompt for i in good]
         options = stream_options(self.config, self.recipe)
-        events = kvjax.stream(lm, prompts, **options, should_stop=self.interrupts.requested)
+        events = kvjax.stream(
+            lm,
+            prompts,
+            **options,
+            memory_bytes=allowed_memory(self.config),
+            should_stop=self.interrupts.requested,
+        )
         started = time.perf_counter()
         try:
             with flags_in_errors():
@@ -169,8 +181,9 @@ class _Run:
             # In a file, a prompt that happens to be alone fails like one beside others.
             if not self.config.prompts or len(good) > 1:
                 raise
-            if good[0] not in self.answers:
-                self.answers.add(good[0], failed(self.rows[good[0]].id, str(error)))
+            for sample in range(self.config.samples):
+                if self._place(good[0], sample) not in self.answers:
+                    self._add(good[0], sample, failed(self.rows[good[0]].id, str(error)))
         finally:
             self.progress.clear()
             self.decode_s = time.perf_counter() - started
@@ -194,9 +207,18 @@ class _Run:
             made = record(self.rows[row].id, event.result, self.load_s, fit=self.config.fit)
             if self.config.compare and event.result.finish_reason not in ("error", "interrupted"):
                 made["quality"] = self._compare(row)
-            self.answers.add(row, made)
+            self._add(row, event.sample, made)
             if self.config.trace and event.result.history is not None:
                 self._draw(event.result)
+
+    def _place(self, row: int, sample: int) -> int:
+        """Where an answer stands in the output."""
+        return row * self.config.samples + sample
+
+    def _add(self, row: int, sample: int, record: dict) -> None:
+        if self.config.samples > 1:
+            record = {"id": record["id"], "sample": sample} | record
+        self.answers.add(self._place(row, sample), record)
 
     def _draw(self, result: Result) -> None:
         try:
@@ -228,7 +250,8 @@ class _Run:
         failures = [row for row in records if "error" in row]
         if failures:
             first = failures[0]
-            message = f"{len(failures)} of {len(self.rows)} prompts failed"
+            what = "prompts" if config.samples == 1 else "answers"
+            message = f"{len(failures)} of {len(self.rows) * config.samples} {what} failed"
             say(f"kvjax: {message}; the first has id {first['id']!r}: {first['error']}")
         automatic = sys.stderr.isatty() and not config.quiet
         if automatic if config.stats is None else config.stats:

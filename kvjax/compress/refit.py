@@ -116,8 +116,12 @@ def keys_to_store(
     return found
 
 
-def tidied(layer: LayerCache) -> LayerCache:
-    """The layer with the tokens of every class but the first in as few pages as can be."""
+def tidied(layer: LayerCache, due: Bool[Array, " B"]) -> LayerCache:
+    """The layer with the tokens of every class but the first in as few pages as can be.
+
+    Args:
+        due: rows to do this in.
+    """
     for c in range(1, len(layer.pools)):
-        layer = compact(layer, c)
+        layer = compact(layer, c, due)
     return layer

@@ -116,7 +116,7 @@ def settle(
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
     if recipe.once and incoming is None and select:
-        layer = tidied(layer)  # nothing else will take the slots that have come free
+        layer = tidied(layer, rows.select)  # nothing else will take the slots that have come free
     return _renew(layer, rows, incoming), crowded
 
 

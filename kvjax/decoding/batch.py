@@ -1,26 +1,82 @@
-"""The host's side of a batch: hands tokens to their rows and accounts for what they took."""
+"""The host's side of the rows in flight: who decodes where, and what each request took."""
 
+import collections
+import dataclasses
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.fitting import pages_of_row, pool_pages
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import ChunkOutput
-from kvjax.decoding.clock import Clock
+from kvjax.decoding.clock import Clock, Lap
 from kvjax.decoding.events import Event, FinishReason, Progress, Result
+from kvjax.decoding.fill import Parked, lent_pages
+from kvjax.decoding.maintain import IDLE
 from kvjax.decoding.report import BytesLog, report
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.row import Row
 from kvjax.loading import LanguageModel
 
 
-class Batch:
-    """Rows that decode together; ``rows[i]`` is row ``i`` of every device array.
+@dataclasses.dataclass
+class Flight:
+    """A request that has got a row.
 
     Attributes:
-        numerical_error: the last row's error if its logits were not finite.
+        row: its tokens and text.
+        log: what its cache held.
+        lap: its times.
+        pages: that it can own of every class of every layer, at most.
+        lent: for every layer, the pages of a KV head that are its prompt's instead.
+        done: decode steps dispatched for it.
+    """
+
+    row: Row
+    log: BytesLog
+    lap: Lap
+    pages: np.ndarray
+    lent: tuple[int, ...]
+    done: int = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the host has not seen its end."""
+        return self.row.finish is None
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether it can get more tokens than those that have been dispatched."""
+        return self.running and self.done < self.row.request.max_new - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has in the cache, at most, after what has been dispatched."""
+        return len(self.row.request.ids) + self.done
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A prompt that several requests go on from.
+
+    Attributes:
+        pages: as a flight's.
+        parked: what it is on the device, once it has been read.
+    """
+
+    pages: np.ndarray
+    parked: Parked | None = None
+
+
+class Batch:
+    """Requests that share the rows of a plan: each takes a row when one is free.
+
+    Attributes:
+        flights: by row, whose pages it holds; None where it is empty.
+        prompts: those that are or will be parked, by their number, where there are several samples.
+        numerical_error: the last request's error whose logits were not finite.
     """
 
     def __init__(
@@ -31,40 +87,127 @@ class Batch:
         planned: Plan,
         clock: Clock,
     ):
-        self.rows = [Row(lm, request, options) for request in requests]
+        self.flights: list[Flight | None] = [None] * planned.geometry.rows
+        self.prompts: dict[int, Prompt] = {}
         self.numerical_error: str | None = None
+        self._waiting = collections.deque(requests)
+        self._unread: list[Flight] = []  # that have begun and whose end has not been seen
+        self._limit = sum(request.max_new for request in requests)
+        self._generated = 0
         self._lm, self._options, self._planned, self._clock = lm, options, planned, clock
-        self._log = [BytesLog(planned.geometry) for _ in requests]
+        self._lap = Lap(clock)
 
-    def running(self) -> bool:
-        return any(row.finish is None for row in self.rows)
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._waiting or self._unread)
+
+    def vacate(self) -> dict[int, Flight]:
+        """Rows whose pages are to go back, since others wait and no step will need them.
+
+        A row's last token need not have been read by then: it is enough that it is dispatched.
+        """
+        over = {}
+        for row, flight in enumerate(self.flights):
+            if self._waiting and flight is not None and not flight.needs_steps:
+                self.flights[row] = None
+                over[row] = flight
+        return over
+
+    def unpark(self) -> list[Parked]:
+        """Prompts that nobody will go on from and nobody shares pages with any more."""
+        needed = {request.row for request in self._waiting}
+        needed |= {f.row.request.row for f in self.flights if f is not None and any(f.lent)}
+        return [self.prompts.pop(row).parked for row in list(self.prompts) if row not in needed]
+
+    def admit(self) -> list[int]:
+        """Give empty rows to requests that wait, in their order; returns the rows.
+
+        The next one waits until the pools have all the pages that it can come to own, so that no
+        row that has begun ever lacks any.
+        """
+        rows = []
+        for row, flight in enumerate(self.flights):
+            if not self._waiting or flight is not None:
+                continue
+            request = self._waiting[0]
+            pages, lent = self._pages(request, request.max_new), ()
+            needed = pages
+            if self._options.samples > 1:
+                lent = lent_pages(self._lm, self._options, len(request.ids))
+                if any(lent):  # there is one class a layer then
+                    pages = pages - self._lm.config.num_kv_heads * np.array(lent)
+                prompt = self.prompts.get(request.row) or Prompt(self._pages(request, 0))
+                needed = pages if request.row in self.prompts else pages + prompt.pages
+            if (needed > self._free_pages()).any():
+                break
+            self._waiting.popleft()
+            if self._options.samples > 1:
+                self.prompts[request.row] = prompt
+            own = Row(self._lm, request, self._options)
+            log = BytesLog(self._planned.geometry)
+            self.flights[row] = new = Flight(own, log, Lap(self._clock), pages, lent)
+            self._unread.append(new)
+            rows.append(row)
+        return rows
+
+    def _pages(self, request: Request, new: int) -> np.ndarray:
+        return pages_of_row(self._lm.config, self._planned, len(request.ids), new)
+
+    def _free_pages(self) -> np.ndarray:
+        """Pages of every class that nobody can come to own."""
+        pools = pool_pages(self._planned.geometry)
+        owners = [*filter(None, self.flights), *self.prompts.values()]
+        return pools - sum(owner.pages for owner in owners)
+
+    def step(self, steps: int) -> None:
+        """Count a chunk that is dispatched for all rows."""
+        for flight in self.stepping():
+            flight.done += steps
+
+    def stepping(self) -> list[Flight]:
+        """The requests that another chunk would bring tokens."""
+        return [flight for flight in self.flights if flight is not None and flight.needs_steps]
+
+    def samples(self) -> list[int]:
+        """Which of its prompt's samples every row draws."""
+        return [0 if flight is None else flight.row.request.sample for flight in self.flights]
 
     def halted(self) -> np.ndarray:
         """Rows that the host has ended; True for the empty ones too."""
-        halted = np.ones(self._planned.geometry.rows, bool)
-        halted[: len(self.rows)] = [row.finish is not None for row in self.rows]
-        return halted
+        return np.array([flight is None or not flight.running for flight in self.flights])
+
+    def done(self) -> np.ndarray:
+        """Steps that every row has taken."""
+        running = [flight is not None and flight.needs_steps for flight in self.flights]
+        steps = [flight.done if flight is not None else IDLE for flight in self.flights]
+        return np.where(running, steps, IDLE).astype(np.int32)
 
     def compressing(self) -> np.ndarray:
         """Rows in a phase of their answer in which the recipe selects tokens."""
-        phases = np.zeros(self._planned.geometry.rows, bool)
-        phases[: len(self.rows)] = [row.phase in self._options.recipe.compress for row in self.rows]
-        return phases
+        phases = self._options.recipe.compress
+        return np.array([f is not None and f.row.phase in phases for f in self.flights])
 
-    def take(self, output: ChunkOutput) -> Iterator[Event]:
-        """Read a chunk's output: waits for the device, then tells what each row got."""
+    def take(self, output: ChunkOutput, flights: list[Flight | None]) -> Iterator[Event]:
+        """Read a chunk's output: waits for the device, then tells what each row got.
+
+        Args:
+            flights: whose rows they are, of the output's.
+        """
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
         length, slots, pages = map(np.asarray, (output.length, output.slots, output.pages))
         crowded = np.asarray(output.crowded)
         held_thoughts = jax.tree.map(np.asarray, output.thoughts)
-        self._clock.mark(int(real[:, : len(self.rows)].sum()))
-        for i, row in enumerate(self.rows):
-            if row.finish is not None:
+        self._lap.mark(int(real.sum()))
+        for i, flight in enumerate(flights):
+            if flight is None or not flight.running:
                 continue
+            row, log = flight.row, flight.log
+            flight.lap.mark(int(real[:, i].sum()))
             text, new = row.push(tokens[real[:, i], i].tolist())
+            self._generated += len(new)
             thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
             latents = None if output.latents is None else np.asarray(output.latents)[i]
-            self._log[i].add(int(length[i]), slots[i], pages[i], thoughts, latents)
+            log.add(int(length[i]), slots[i], pages[i], thoughts, latents)
             if not finite[i]:
                 wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
@@ -72,30 +215,32 @@ class Batch:
                     f"{len(row.tokens)} tokens; {wide}check the weights"
                 )
                 text += row.end("error", self.numerical_error)
-            self._log[i].crowded = int(crowded[i])
+            log.crowded = int(crowded[i])
             recipe = self._options.recipe
             # Of latents, what finds no slot are single blocks, and the answer goes on.
             full = crowded[i] and recipe.when_full == "end" and recipe.projector is None
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:
-                yield Event(
-                    "text", row=row.request.row, text=text, tokens=new, progress=self._progress()
-                )
+                yield self._text(row, text, new)
             if row.finish is not None:
-                yield self._done(i)
+                yield self._end(flight)
 
     def end_all(self, reason: FinishReason) -> Iterator[Event]:
-        """End every row that still runs."""
-        for i, row in enumerate(self.rows):
-            if row.finish is None:
-                text = row.end(reason)
-                if text:
-                    yield Event("text", row=row.request.row, text=text, progress=self._progress())
-                yield self._done(i)
+        """End every request that still runs or waits."""
+        for flight in list(self._unread):
+            text = flight.row.end(reason)
+            if text:
+                yield self._text(flight.row, text)
+            yield self._end(flight)
+        for request in self._waiting:
+            yield _not_begun(request, reason)
 
-    def _done(self, i: int) -> Event:
-        row = self.rows[i]
+    def _end(self, flight: Flight) -> Event:
+        self._unread.remove(flight)
+        row, log = flight.row, flight.log
+        if not log.lengths:
+            return _not_begun(row.request, row.finish)
         text, reasoning = row.split()
         result = Result(
             text=text,
@@ -103,20 +248,34 @@ class Batch:
             finish_reason=row.finish,
             prompt_tokens=len(row.request.ids),
             reasoning=reasoning,
-            report=report(self._lm, self._options, self._planned, self._clock, self._log[i], row),
+            report=report(self._lm, self._options, self._planned, flight.lap, log, row),
             error=row.error,
-            history=self._log[i].history(self._options.recipe, len(row.request.ids)),
+            history=log.history(self._options.recipe, len(row.request.ids)),
         )
-        return Event("done", row=row.request.row, result=result)
+        return _done(row.request, result)
+
+    def _text(self, row: Row, text: str, tokens: tuple[int, ...] = ()) -> Event:
+        number, sample = row.request.row, row.request.sample
+        progress = self._progress()
+        return Event("text", number, text=text, tokens=tokens, progress=progress, sample=sample)
 
     def _progress(self) -> Progress:
-        logs = self._log
+        logs = [flight.log for flight in self.flights if flight is not None]
         return Progress(
-            generated=sum(len(row.tokens) for row in self.rows),
-            limit=sum(row.request.max_new for row in self.rows),
-            tokens_per_s=self._clock.tokens_per_s(),
+            generated=self._generated,
+            limit=self._limit,
+            tokens_per_s=self._lap.tokens_per_s(),
             live_tokens=round(sum(log.live_tokens for log in logs)),
             logical_tokens=sum(log.logical for log in logs),
             kv_bytes=sum(log.live_bytes for log in logs),
             full_bytes=sum(log.full_bytes for log in logs),
         )
+
+
+def _not_begun(request: Request, reason: FinishReason) -> Event:
+    """Nothing of the answer has been read."""
+    return _done(request, Result("", (), reason, len(request.ids)))
+
+
+def _done(request: Request, result: Result) -> Event:
+    return Event("done", row=request.row, result=result, sample=request.sample)

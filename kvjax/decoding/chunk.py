@@ -5,9 +5,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, LayerCache, append, held, held_latents, reserve
+from kvjax.cache import (
+    KVCache,
+    LayerCache,
+    append,
+    held,
+    held_latents,
+    put_rows,
+    reserve,
+)
+from kvjax.cache.rows import put_each
 from kvjax.compress.policy import policies
 from kvjax.decoding.observe import note_mass, remember, shifted
 from kvjax.decoding.sampling import Sampling, sample
@@ -74,6 +84,25 @@ class ChunkOutput:
         return cls(tokens, real, state.finite, *counts)
 
 
+def idle_state(cache: KVCache) -> DecodeState:
+    """No row decodes anything yet.
+
+    Args:
+        cache: an empty one.
+    """
+    zero = np.zeros(cache.length.shape, np.int32)
+    return DecodeState(cache, jnp.asarray(zero), jnp.asarray(zero), jnp.asarray(zero == 0))
+
+
+def put_decoding(
+    state: DecodeState, part: DecodeState, rows: Int[Array | np.ndarray, " K"]
+) -> DecodeState:
+    """The state with ``part`` in the rows that its cache was taken from (``take_rows``)."""
+    cache = put_rows(state.cache, part.cache, rows)
+    own = (state.token, state.left, state.finite)
+    return DecodeState(cache, *put_each(own, (part.token, part.left, part.finite), rows))
+
+
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
 def start_decoding(
     cache: KVCache,
@@ -93,8 +122,8 @@ def start_decoding(
         stop_ids: tokens that end a row.
     """
     token = sample(logits, cache.length, sampling)
-    left = _tokens_left(token, max_new, stop_ids)
     finite = jnp.isfinite(logits).all(-1) | (max_new == 0)
+    left = jnp.where(finite, _tokens_left(token, max_new, stop_ids), 0)
     state = DecodeState(cache, token, left, finite)
     return state, ChunkOutput.of(state, token[None], (max_new > 0)[None])
 
@@ -147,8 +176,9 @@ def decode_chunk(
             model, state.cache, state.token, active, width, recipe, kernel=kernel
         )
         token = jnp.where(active, sample(logits, cache.length, sampling), state.token)
-        left = jnp.where(active, _tokens_left(token, state.left, stop_ids), 0)
         finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
+        # A row that is lost stops at once, before any page of it could go to another one.
+        left = jnp.where(active & finite, _tokens_left(token, state.left, stop_ids), 0)
         return DecodeState(cache, token, left, finite), (token, active)
 
     state, (tokens, real) = jax.lax.scan(step, state, None, length=steps)

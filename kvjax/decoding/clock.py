@@ -15,7 +15,7 @@ _COMPILING = (
 
 
 class Clock:
-    """Times a batch from the moment that it is entered.
+    """Runs from the moment that it is entered.
 
     Attributes:
         compile_s: seconds spent tracing and compiling so far.
@@ -27,9 +27,6 @@ class Clock:
     def __enter__(self) -> "Clock":
         self._started = time.perf_counter()
         self.compile_s = 0.0
-        # After each chunk that was read: seconds, compilation left out, and tokens it brought.
-        self._marks: list[tuple[float, int]] = []
-        self._ttft_s = self._prefill_s = self._prefill_compile_s = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
@@ -41,14 +38,30 @@ class Clock:
         if event in _COMPILING:
             self.compile_s += duration
 
+    def now(self) -> float:
+        """Seconds since it was entered."""
+        return time.perf_counter() - self._started
+
+
+class Lap:
+    """Times one request from now on, by a clock; or all of them together."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._started, self._compiled = clock.now(), clock.compile_s
+        # After each chunk that was read: seconds, compilation left out, and tokens it brought.
+        self._marks: list[tuple[float, int]] = []
+        self._ttft_s = self._prefill_s = self._prefill_compile_s = 0.0
+
     def mark(self, tokens: int) -> None:
         """Note that ``tokens`` more have been read from the device; at first, prefill's."""
-        elapsed = time.perf_counter() - self._started
+        elapsed = self._clock.now() - self._started
+        compile_s = self._clock.compile_s - self._compiled
         if not self._marks:
             self._ttft_s = elapsed
-            self._prefill_s = elapsed - self.compile_s
-            self._prefill_compile_s = self.compile_s
-        self._marks.append((elapsed - self.compile_s, tokens))
+            self._prefill_s = elapsed - compile_s
+            self._prefill_compile_s = compile_s
+        self._marks.append((elapsed - compile_s, tokens))
 
     def tokens_per_s(self) -> float:
         """Tokens a second after the first ones, compilation left out."""
@@ -61,7 +74,8 @@ class Clock:
         steps = np.asarray(tokens[1:])
         each = 1000 * gaps[steps > 0] / steps[steps > 0]
         return {
-            "compile_s": self.compile_s,
+            "wait_s": self._started,
+            "compile_s": self._clock.compile_s - self._compiled,
             "prefill_s": self._prefill_s,
             "prefill_compile_s": self._prefill_compile_s,
             "ttft_s": self._ttft_s,

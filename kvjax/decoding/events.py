@@ -88,6 +88,7 @@ class Event:
     Attributes:
         kind: ``phase`` (``phase`` begins), ``text`` (a row grew) or ``done`` (a row ended).
         row: index of the prompt, None for a phase.
+        sample: which of the prompt's samples it is.
         phase: ``prefill`` or ``decode``.
         text: whole characters that the row grew by; may be empty where ``tokens`` is not.
         tokens: tokens that the row grew by.
@@ -102,3 +103,4 @@ class Event:
     tokens: tuple[int, ...] = ()
     progress: Progress | None = None
     result: Result | None = None
+    sample: int = 0

@@ -1,20 +1,16 @@
-"""The loop on the host: dispatches chunks, and reads each while the next one runs."""
+"""Prompts in, answers out."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
-import numpy as np
 
 from kvjax.cache import plan
-from kvjax.cache.plan import Plan, padded_prompt
-from kvjax.decoding.batch import Batch
-from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, start_decoding
-from kvjax.decoding.clock import Clock
+from kvjax.cache.fitting import plan_of_longest
+from kvjax.cache.plan import Plan
 from kvjax.decoding.events import Event, Result
-from kvjax.decoding.maintain import maintain
-from kvjax.decoding.prompts import prefill_prompts, seed_bits
+from kvjax.decoding.loop import decode_all
 from kvjax.decoding.requests import (
     Options,
     Prompt,
@@ -24,14 +20,10 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
-from kvjax.decoding.sampling import Sampling
-from kvjax.errors import NumericalError, UsageError
+from kvjax.errors import CapacityError, KvjaxError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
-
-NARROWEST = 1024
-"""Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Result]:
@@ -43,15 +35,16 @@ def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Re
         **options: those of ``kvjax.stream``.
 
     Returns:
-        One result a prompt, in their order. A prompt that cannot be decoded among several has
+        One result a prompt, in their order; with several samples, one after the other. A prompt
+        that cannot be decoded among several, or for which the memory is too small, has
         ``finish_reason == "error"``.
 
     Raises:
-        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+        KvjaxError: an option cannot be used, no prompt fits the memory, or the only prompt fails.
     """
     events = stream(lm, prompts, **options)
-    results = {event.row: event.result for event in events if event.kind == "done"}
-    return [results[row] for row in range(len(prompts))]
+    done = [event for event in events if event.kind == "done"]
+    return [event.result for event in sorted(done, key=lambda event: (event.row, event.sample))]
 
 
 def stream(
@@ -65,6 +58,7 @@ def stream(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int = 0,
+    samples: int = 1,
     batch_size: int = 8,
     chunk: int = 16,
     system_prompt: str | None = None,
@@ -74,6 +68,7 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     stop_texts: Sequence[str] = (),
     kernel: Literal["triton", "xla"] | None = None,
+    memory_bytes: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Decode prompts, telling what happens as it happens.
@@ -89,7 +84,8 @@ def stream(
         top_p: sample among the fewest tokens whose mass reaches ``top_p``.
         min_p: sample among the tokens at least ``min_p`` times as likely as the likeliest.
         seed: of the samples. A row's samples depend on the seed and on the row alone.
-        batch_size: rows decoded together.
+        samples: answers a prompt, which share its reading; the first is what one alone would be.
+        batch_size: rows decoded together; where one ends, the next prompt is read into it.
         chunk: tokens decoded between two looks of the host.
         system_prompt: put before messages that have no system message.
         chat: False passes strings to the model as they are.
@@ -99,13 +95,16 @@ def stream(
         stop_texts: texts that end a row where they begin, in its thinking block as well; the name
             of a special token ends it at that token.
         kernel: what computes attention while decoding; None takes the GPU's kernel where it can.
-        should_stop: asked after every chunk; True ends every row as ``interrupted``.
+        memory_bytes: what weights, cache and reading prompts may take; None: what the device has.
+            Where that is too little for ``batch_size`` rows as long as the longest can get, a
+            prompt waits until there are pages for it.
+        should_stop: asked before every chunk; True ends every row as ``interrupted``.
 
     Yields:
         Phases as they begin, text as it comes (interleaved over rows), and each row's result.
 
     Raises:
-        KvjaxError: an option cannot be used, the batch does not fit, or the only prompt fails.
+        KvjaxError: an option cannot be used, no prompt fits the memory, or the only prompt fails.
     """
 
     def default(value, name, neutral):
@@ -131,151 +130,53 @@ def stream(
         if isinstance(stop_texts, str)
         else listed("stop_texts", stop_texts),
         kernel=kernel,
+        samples=samples,
     )
     check_model(asked.recipe, lm)
     options = with_special_stops(lm, asked)
     requests, errors = read_prompts(lm, prompts, options)
     for row, error in errors.items():
-        failed = Result("", (), "error", 0, error=str(error))
-        yield Event("done", row=row, result=failed)
-    rows = min(batch_size, len(requests))
-    batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
-    # All of them before the first: a batch that cannot fit must not end a run half way.
-    plans = [_plan(lm, batch, rows, options) for batch in batches]
-    alone = len(prompts) == 1
-    for batch, planned in zip(batches, plans, strict=True):
-        if should_stop():
-            yield from _not_begun(batch)
-        else:
-            yield from _decode_batch(lm, batch, planned, options, should_stop, alone)
+        yield from _failed(Request(row, (), 0, False), error, samples)
+    if not requests:
+        return
+    rows = min(batch_size, samples * len(requests))
 
+    def planned(prompt_tokens: int, rows: int = rows) -> Plan:
+        return plan(
+            lm.config,
+            options.recipe,
+            batch_size=rows,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+            dtype=lm.dtype,
+            parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+            memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
+            parks=samples > 1,
+        )
 
-def _not_begun(requests: list[Request]) -> Iterator[Event]:
+    lengths = [len(request.ids) for request in requests]
+    longest, taken = plan_of_longest(lm.config, lengths, max_new_tokens, planned)
+    admitted = []
     for request in requests:
-        result = Result("", (), "interrupted", len(request.ids))
-        yield Event("done", row=request.row, result=result)
+        if len(request.ids) > longest:
+            yield from _failed(request, _refusal(planned(len(request.ids), rows=1)), samples)
+            continue
+        admitted += [dataclasses.replace(request, sample=sample) for sample in range(samples)]
+    alone = samples * len(prompts) == 1
+    yield from decode_all(lm, admitted, taken, options, should_stop, alone=alone)
 
 
-def _plan(lm: LanguageModel, requests: list[Request], rows: int, options: Options) -> Plan:
-    """What a batch of ``rows`` rows will allocate.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
-    planned = plan(
-        lm.config,
-        options.recipe,
-        batch_size=rows,
-        prompt_tokens=max(len(request.ids) for request in requests),
-        max_new_tokens=options.max_new_tokens,
-        dtype=lm.dtype,
-        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
-        memory_bytes=device_memory(),
-    )
-    planned.check()
-    return planned
+def _failed(request: Request, error: KvjaxError, samples: int) -> Iterator[Event]:
+    """The end of a request that has not begun, in all its samples."""
+    result = Result("", (), "error", len(request.ids), error=str(error))
+    for sample in range(samples):
+        yield Event("done", row=request.row, result=result, sample=sample)
 
 
-def _decode_batch(
-    lm: LanguageModel,
-    requests: list[Request],
-    planned: Plan,
-    options: Options,
-    should_stop: Callable[[], bool],
-    alone: bool,
-) -> Iterator[Event]:
-    """Decode the requests together; rows of the plan beyond them stay empty.
-
-    Raises:
-        NumericalError: the logits of the only prompt (``alone``) are not finite.
-    """
-    options = dataclasses.replace(options, recipe=planned.recipe)
-    with Clock() as clock:
-        batch = Batch(lm, requests, options, planned, clock)
-        yield Event("phase", phase="prefill")
-        state, sampling, output = _prefill(lm, requests, options, planned)
-        yield from batch.take(output)
-        yield Event("phase", phase="decode")
-        yield from _decode(lm, state, sampling, batch, requests, options, should_stop)
-    if batch.numerical_error and alone:
-        raise NumericalError(batch.numerical_error)
-
-
-def _prefill(
-    lm: LanguageModel, requests: list[Request], options: Options, planned: Plan
-) -> tuple[DecodeState, Sampling | None, ChunkOutput]:
-    """Read all prompts, a chunk at a time, and choose the first tokens."""
-    rows = planned.geometry.rows
-    max_new = np.zeros(rows, np.int32)
-    max_new[: len(requests)] = [request.max_new for request in requests]
-    prompts = [request.ids for request in requests]
-    cache, logits = prefill_prompts(lm, prompts, planned.geometry, options.recipe, options.seed)
-    sampling = Sampling.create(
-        rows,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
-    state, output = start_decoding(cache, logits, sampling, max_new, stop_ids=options.stop_ids)
-    return state, sampling, output
-
-
-def _decode(
-    lm: LanguageModel,
-    state: DecodeState,
-    sampling: Sampling | None,
-    batch: Batch,
-    requests: list[Request],
-    options: Options,
-    should_stop: Callable[[], bool],
-) -> Iterator[Event]:
-    """Dispatch chunk after chunk, each before the last one's tokens are read."""
-    longest = max(len(request.ids) for request in requests)
-    last = longest + max(request.max_new for request in requests) - 1
-    # All prompts of a bucket attend to one width at first, so that they share one program.
-    recipe = options.recipe
-    steps = options.chunk if recipe.keeps_all else recipe.tick
-    first = padded_prompt(longest) + steps
-    pending, done = None, 0
-    while batch.running():
-        if should_stop():
-            yield from batch.end_all("interrupted")
-            return
-        dispatched = None
-        if longest < last:
-            if not recipe.keeps_all:
-                state = maintain(
-                    state,
-                    batch.compressing(),
-                    seed_bits(options.seed),
-                    config=lm.config,
-                    recipe=recipe,
-                    done=done,
-                    model=lm.model,
-                )
-            longest += steps
-            done += steps
-            try:
-                state, dispatched = decode_chunk(
-                    lm.model,
-                    state,
-                    sampling,
-                    batch.halted(),
-                    steps=steps,
-                    stop_ids=options.stop_ids,
-                    width=_width(max(longest, first)),
-                    recipe=recipe,
-                    kernel=options.kernel,
-                )
-            except NotImplementedError as error:
-                raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
-        if pending is not None:
-            yield from batch.take(pending)
-        pending = dispatched
-
-
-def _width(tokens: int) -> int:
-    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
-    return max(NARROWEST, 1 << (tokens - 1).bit_length())
+def _refusal(planned: Plan) -> CapacityError:
+    """Why a row does not fit."""
+    try:
+        planned.check()
+    except CapacityError as error:
+        return error
+    raise AssertionError("it fits")

@@ -22,6 +22,9 @@ from kvjax.thoughts import Thoughts
 from kvjax.thoughts.demotion import make_fit, refresh
 from kvjax.thoughts.pages import Segments, last_sparsity, retire, settle_levels
 
+IDLE = -1
+"""Steps of a row that does not run."""
+
 
 def maintain(
     state: DecodeState,
@@ -30,7 +33,7 @@ def maintain(
     *,
     config: ModelConfig,
     recipe: Recipe,
-    done: int,
+    done: int | Int[np.ndarray, " B"],
     model: Decoder | None = None,
 ) -> DecodeState:
     """Move what is no longer recent into pages; tell thoughts apart, and evict, when it is time.
@@ -44,27 +47,30 @@ def maintain(
         seed: of selectors that draw.
         config: the model's.
         recipe: how the cache is kept.
-        done: decode steps so far, a multiple of ``recipe.tick``: thoughts are told apart, and
+        done: decode steps that each row has taken, or all of them have, a multiple of
+            ``recipe.tick``; ``IDLE`` for a row that does not run. Thoughts are told apart, and
             segments become complete, after every ``recipe.segmenter.every`` of them, and selections
             come after every ``recipe.every``. At 0 the first thought's kind is all there is to do.
         model: the decoder, for a recipe that lets it repeat its context.
     """
-    if recipe.segmenter is not None:
-        state = _tell_thoughts(state, compress, config, recipe, done)
-    if not done:
+    done = np.broadcast_to(np.asarray(done, np.int32), state.left.shape)
+    if recipe.segmenter is not None and (_at_border(recipe, done) & (done >= 0)).any():
+        state = _tell_thoughts(state, compress, config, recipe)
+    if done.max() <= 0:
         return state
     cache = state.cache
+    due = _selects(recipe, done)
+    closing, demoting = _due(recipe, done)
     counters = cache.length, cache.prompt, cache.stored, cache.thoughts
     rows, thoughts, segments = _rows(
-        *counters, state.left, compress, seed, config=config, recipe=recipe
+        *counters, state.left, compress, due, seed, config=config, recipe=recipe
     )
-    select = _selects(recipe, done)
+    select = bool(due.any()) and recipe.retention is None
     if select:
         rows = with_segments(rows, cache.ledger, recipe)
     asked = [None] * len(cache.layers)
     if select and recipe.repeats:
         asked = repeated_queries(model, cache, recipe)
-    closing, demoting = _due(recipe, done)
     layers, crowded = [], cache.crowded
     for index, (layer, policy) in enumerate(
         zip(cache.layers, policies(recipe, config), strict=True)
@@ -78,13 +84,14 @@ def maintain(
             crowded,
             np.int32(index),
             asked[index],
+            demoting,
             recipe=recipe,
             policy=policy,
             scale=config.scale,
             window=config.windows[index],
             select=select and ours,
-            closing=closing and ours,
-            demoting=demoting and ours,
+            closing=bool(closing.any()) and ours,
+            demotes=bool(demoting.any()) and ours,
             classes=_open_classes(recipe, policy, done),
         )
         layers.append(layer)
@@ -94,35 +101,39 @@ def maintain(
     return dataclasses.replace(state, cache=cache)
 
 
-def _open_classes(recipe: Recipe, policy: Policy, done: int) -> tuple[int, ...] | None:
-    """The classes that the answer's tokens go to, once the last of the prompt's has left."""
-    if recipe.segmenter is None or done < recipe.window + recipe.tick:
+def _open_classes(recipe: Recipe, policy: Policy, done: np.ndarray) -> tuple[int, ...] | None:
+    """The classes that the answers' tokens go to, once the last of every prompt's has left."""
+    if recipe.segmenter is None or done[done >= 0].min() < recipe.window + recipe.tick:
         return None
     return tuple(sorted(set(policy.of_kind)))
 
 
-def _selects(recipe: Recipe, done: int) -> bool:
-    """Whether it is time for a selection."""
-    if recipe.retention is not None or not recipe.every:
-        return False
-    return done == recipe.every if recipe.once else done % recipe.every == 0
+def _selects(recipe: Recipe, done: np.ndarray) -> np.ndarray:
+    """The rows that it is time to select in; a retention asks the budget each time."""
+    if recipe.retention is not None:
+        return done > 0
+    if not recipe.every:
+        return np.zeros(done.shape, bool)
+    return done == recipe.every if recipe.once else (done > 0) & (done % recipe.every == 0)
 
 
-def _due(recipe: Recipe, done: int) -> tuple[bool, bool]:
-    """Whether segments can have become complete, and whether any can have been demoted."""
+def _due(recipe: Recipe, done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose segments can have become complete, and whose segments can have been demoted."""
     if recipe.retention is None:
-        return False, False
+        return np.zeros(done.shape, bool), np.zeros(done.shape, bool)
     past = (done - recipe.window) % recipe.segmenter.every
-    closing = done >= recipe.segmenter.every and past < recipe.tick
-    return closing, closing or done % recipe.segmenter.every == 0
+    closing = (done >= recipe.segmenter.every) & (past < recipe.tick)
+    return closing, closing | (_at_border(recipe, done) & (done > 0))
+
+
+def _at_border(recipe: Recipe, done: np.ndarray) -> np.ndarray:
+    return done % recipe.segmenter.every == 0
 
 
 def _tell_thoughts(
-    state: DecodeState, compress, config: ModelConfig, recipe: Recipe, done: int
+    state: DecodeState, compress, config: ModelConfig, recipe: Recipe
 ) -> DecodeState:
-    """Find the kind of a segment, where rows are at a border."""
-    if done % recipe.segmenter.every:
-        return state
+    """Find the kind of a segment, in the rows that are at a border."""
     cache = state.cache
     samples = tuple(
         _sparsity(
@@ -170,7 +181,17 @@ def _refresh(
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
 def _rows(
-    length, prompt, stored, thoughts, left, compress, seed, *, config: ModelConfig, recipe: Recipe
+    length,
+    prompt,
+    stored,
+    thoughts,
+    left,
+    compress,
+    due,
+    seed,
+    *,
+    config: ModelConfig,
+    recipe: Recipe,
 ):
     """Where the rows stand, and what the budget makes of their thoughts."""
     active = left > 0
@@ -181,7 +202,7 @@ def _rows(
         prompt=prompt,
         stored=stored,
         leaving=jnp.where(active, below, stored),
-        select=compress & active,
+        select=compress & active & due,
         seed=jnp.asarray(seed, jnp.int32),
     )
     if recipe.retention is None:
@@ -207,7 +228,7 @@ def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
         "window",
         "select",
         "closing",
-        "demoting",
+        "demotes",
         "classes",
     ),
     donate_argnames=("layer", "crowded"),
@@ -220,6 +241,7 @@ def _settle(
     crowded,
     index,
     asked,
+    demoting,
     *,
     recipe,
     policy,
@@ -227,7 +249,7 @@ def _settle(
     window,
     select,
     closing,
-    demoting,
+    demotes,
     classes,
 ):
     layer, lost = settle(
@@ -247,8 +269,7 @@ def _settle(
         layer = settle_levels(
             layer, index, recipe.retention, segments, scale, rows.length, rows.seed, policy.config
         )
-    if demoting:
-        layer = retire(
-            layer, thoughts, segments, recipe.retention, recipe.compactor, scale, rows.length
-        )
+    if demotes:
+        given = recipe.retention, recipe.compactor, scale, rows.length
+        layer = retire(layer, thoughts, segments, *given, demoting)
     return layer, crowded + lost

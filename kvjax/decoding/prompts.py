@@ -7,9 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import KVCache
-from kvjax.cache.geometry import Geometry
 from kvjax.cache.plan import PREFILL_CHUNK, bucket
-from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
@@ -17,27 +15,27 @@ from kvjax.recipes import Recipe
 
 def prefill_prompts(
     lm: LanguageModel,
+    cache: KVCache,
     prompts: Sequence[Sequence[int]],
-    geometry: Geometry,
     recipe: Recipe,
     seed: int,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """A cache that holds the prompts, and the float32 logits after each row's last token.
+    """The cache with a prompt in each row, and the float32 logits after each row's last token.
 
     Args:
         lm: what ``kvjax.load`` returned.
-        prompts: token ids; rows of the geometry beyond them stay empty.
-        geometry: of the cache.
-        recipe: how it is kept.
+        cache: whose rows are empty; its layers are donated.
+        prompts: token ids; rows beyond them stay empty.
+        recipe: how the cache is kept.
         seed: of selectors that draw, 32 bits.
     """
-    lengths = np.zeros(geometry.rows, np.int32)
+    rows = len(cache.length)
+    lengths = np.zeros(rows, np.int32)
     lengths[: len(prompts)] = [len(ids) for ids in prompts]
-    cache = empty_cache(lm, geometry)
-    logits = jnp.zeros((geometry.rows, lm.config.vocab_size), jnp.float32)
+    logits = jnp.zeros((rows, lm.config.vocab_size), jnp.float32)
     for start in range(0, lengths.max(), PREFILL_CHUNK):
         count = np.clip(lengths - start, 0, PREFILL_CHUNK)
-        tokens = np.zeros((geometry.rows, bucket(int(count.max()))), np.int32)
+        tokens = np.zeros((rows, bucket(int(count.max()))), np.int32)
         for i, ids in enumerate(prompts):
             tokens[i, : count[i]] = ids[start : start + PREFILL_CHUNK]
         cache, logits = prefill_chunk(

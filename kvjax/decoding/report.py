@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import Geometry, LayerGeometry, Plan
-from kvjax.decoding.clock import Clock
+from kvjax.decoding.clock import Lap
 from kvjax.decoding.events import History
 from kvjax.decoding.requests import Options
 from kvjax.decoding.row import Row
@@ -216,11 +216,11 @@ def report(
     lm: LanguageModel,
     options: Options,
     planned: Plan,
-    clock: Clock,
+    lap: Lap,
     log: BytesLog,
     row: Row,
 ) -> dict[str, Any]:
-    """One row's record. Times are of the row's batch, from the call on; compilation is apart."""
+    """One request's record. Its times begin when it gets its row; compilation is apart."""
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del settings["recipe"]  # which has a form of its own
     return {
@@ -229,7 +229,7 @@ def report(
             "generated": len(row.tokens),
             "think": row.think_tokens,
         },
-        "timing": clock.as_dict(),
+        "timing": lap.as_dict(),
         "kv": {
             "method": options.recipe.name,
             "budget": options.recipe.budget,

@@ -67,6 +67,7 @@ class Options:
     stop_ids: tuple[int, ...]
     stop_texts: tuple[str, ...] = ()
     kernel: str | None = None
+    samples: int = 1
 
     def __post_init__(self):
         limits = {
@@ -77,11 +78,12 @@ class Options:
             "min_p": (0, 1),
             "seed": (0, 2**32 - 1),
             "batch_size": (1, math.inf),
+            "samples": (1, 2**31 - 1),
             "chunk": (1, LONGEST_CHUNK),
         }
         if not isinstance(self.recipe, Recipe):
             raise UsageError(f"recipe must be one of kvjax.recipes, got {self.recipe!r}")
-        whole = {"max_new_tokens", "top_k", "seed", "batch_size", "chunk"}
+        whole = {"max_new_tokens", "top_k", "seed", "batch_size", "chunk", "samples"}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             kind = numbers.Integral if name in whole else numbers.Real
@@ -91,6 +93,10 @@ class Options:
             if not low <= value <= high:
                 wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise UsageError(f"{name} must be {wanted}, got {value}")
+        if self.samples > 1 and self.temperature == 0:
+            raise UsageError(
+                f"samples {self.samples} of greedy decoding are all alike: give a temperature"
+            )
         for name, kinds in _KINDS.items():
             if not isinstance(getattr(self, name), kinds):
                 wanted = " or ".join(_WORDS[kind] for kind in kinds)
@@ -136,12 +142,14 @@ class Request:
         ids: token ids, chat template included.
         max_new: tokens that may be chosen, as far as the context reaches.
         truncated: the context, and not the caller, set ``max_new``.
+        sample: which of the prompt's samples it is.
     """
 
     row: int
     ids: tuple[int, ...]
     max_new: int
     truncated: bool
+    sample: int = 0
 
 
 def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -> Request:

@@ -1,6 +1,7 @@
 """Choosing the next token."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ class Sampling:
     """How each row samples. A filter that no row uses is None, so that it costs nothing.
 
     Attributes:
-        key: one a row, folded with the row's positions, so that neighbours make no difference.
+        key: one a row, of the seed and the number of its sample; folded with the row's positions,
+            so that neighbours make no difference.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: keep the ``top_k`` most likely tokens; 0 keeps all.
         top_p: keep the fewest most likely tokens whose mass reaches ``top_p``; 1 keeps all.
@@ -28,17 +30,33 @@ class Sampling:
 
     @classmethod
     def create(
-        cls, rows: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+        cls,
+        rows: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        samples: Sequence[int] | None = None,
     ) -> "Sampling | None":
-        """One setting and one seed for all rows; None where it means greedy decoding."""
+        """One setting and one seed for all rows; None where it means greedy decoding.
+
+        Args:
+            samples: which of its prompt's samples each row draws; the first, 0, where None.
+        """
         if temperature == 0:
             return None
 
         def fill(value, dtype):
             return jnp.full(rows, value, dtype)
 
+        key = jnp.broadcast_to(jax.random.key(seed), (rows,))
+        if samples is not None:
+            number = jnp.asarray(samples, jnp.int32)
+            key = jnp.where(number > 0, jax.vmap(jax.random.fold_in)(key, number), key)
         return cls(
-            key=jnp.broadcast_to(jax.random.key(seed), (rows,)),
+            key=key,
             temperature=fill(temperature, jnp.float32),
             top_k=fill(min(top_k, 2**31 - 1), jnp.int32) if top_k else None,
             top_p=fill(top_p, jnp.float32) if top_p < 1 else None,

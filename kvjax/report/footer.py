@@ -31,9 +31,12 @@ def footer(
 
 
 def _tokens(records: Sequence[dict], decoded: Sequence[dict], decode_s: float) -> str:
-    prompt, generated, think = (
-        sum(record["usage"][key] for record in decoded) for key in ("prompt", "generated", "think")
+    generated, think = (
+        sum(record["usage"][key] for record in decoded) for key in ("generated", "think")
     )
+    # The samples of a prompt share it.
+    prompt = sum(record["usage"]["prompt"] for record in decoded if not record.get("sample"))
+    prompts = sum(not record.get("sample") for record in records)
     split = f" ({think:,} thinking, {generated - think:,} answer)" if think else ""
     if len(records) == 1:
         timing = decoded[0]["timing"]
@@ -45,7 +48,7 @@ def _tokens(records: Sequence[dict], decoded: Sequence[dict], decode_s: float) -
     reasons = collections.Counter(record["finish_reason"] for record in records)
     ends = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     return (
-        f"{len(records)} prompts, {prompt:,} tokens · generated {generated:,} tokens{split}, "
+        f"{prompts} prompts, {prompt:,} tokens · generated {generated:,} tokens{split}, "
         f"{rate(generated, decode_s)} · {ends}"
     )
 

@@ -178,14 +178,18 @@ def retire(
     compactor: AttentionMatching | None = None,
     scale: float = 1.0,
     length: Int[Array, " B"] | None = None,
+    due: Bool[Array, " B"] | None = None,
 ) -> LayerCache:
     """Evict the tokens that do not survive the level of their segment.
 
     Args:
         compactor: what lets survivors take over from those that go; with ``scale``, the factor of
             attention logits, and ``length``, the tokens read.
+        due: rows to do this in; all if None.
     """
     kept = survivors(layer, thoughts, segments)
+    if due is not None:
+        kept = [mask | ~due[:, None, None, None] for mask in kept]
     if compactor is not None:
         segment = [
             segments.of(pool.pos[t]) for pool, t in zip(layer.pools, layer.tables, strict=True)

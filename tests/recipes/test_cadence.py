@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.decoding import decode_chunk
-from kvjax.decoding.generate import NARROWEST
+from kvjax.decoding.loop import NARROWEST
 from tests.decoding import small
 from tests.recipes.test_budget import EVICTING, NEW, made, quick_ones
 from tests.recipes.test_survivors import states

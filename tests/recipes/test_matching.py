@@ -12,7 +12,7 @@ from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.compress.context import Context
 from kvjax.decoding import decode_chunk, prefill_chunk, start_decoding
-from kvjax.decoding.generate import NARROWEST
+from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
 from kvjax.errors import UsageError
 from kvjax.matching import AttentionMatching, segments

@@ -10,7 +10,7 @@ import kvjax
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.decoding import decode_chunk, prefill_chunk, start_decoding
-from kvjax.decoding.generate import NARROWEST
+from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
 from pallas_kernels import SCRATCH_PAGE
 from tests.decoding import small

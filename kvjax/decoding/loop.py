@@ -1,0 +1,182 @@
+"""The loop on the host: dispatches chunks, and reads each while the next one runs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from kvjax.cache.plan import Plan, padded_prompt
+from kvjax.decoding.batch import Batch, Flight
+from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_state
+from kvjax.decoding.clock import Clock
+from kvjax.decoding.empty import empty_cache
+from kvjax.decoding.events import Event
+from kvjax.decoding.fill import (
+    continue_prompt,
+    drop_prompt,
+    empty_rows,
+    fill_rows,
+    park_prompt,
+    sampling_of,
+)
+from kvjax.decoding.maintain import maintain
+from kvjax.decoding.prompts import seed_bits
+from kvjax.decoding.requests import Options, Request
+from kvjax.decoding.sampling import Sampling
+from kvjax.errors import NumericalError, UsageError
+from kvjax.loading import LanguageModel
+
+NARROWEST = 1024
+"""Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
+
+
+def decode_all(
+    lm: LanguageModel,
+    requests: list[Request],
+    planned: Plan,
+    options: Options,
+    should_stop: Callable[[], bool],
+    *,
+    alone: bool = False,
+) -> Iterator[Event]:
+    """Decode requests in the rows of a plan; one that ends makes room for the next.
+
+    Rows start and end at different times, but all step together, and every row's work on its cache
+    is counted from its own first token. A request's tokens are the same as if it were alone.
+
+    Args:
+        should_stop: asked before every chunk and before rows are filled; True ends every request
+            as ``interrupted``.
+        alone: whether the only request fails by an error instead of a result.
+
+    Raises:
+        NumericalError: the logits of the only request are not finite.
+    """
+    options = dataclasses.replace(options, recipe=planned.recipe)
+    with Clock() as clock:
+        batch = Batch(lm, requests, options, planned, clock)
+        yield from _run(lm, batch, planned, options, should_stop)
+    if batch.numerical_error and alone:
+        raise NumericalError(batch.numerical_error)
+
+
+def _run(
+    lm: LanguageModel,
+    batch: Batch,
+    planned: Plan,
+    options: Options,
+    should_stop: Callable[[], bool],
+) -> Iterator[Event]:
+    """Fill free rows, dispatch a chunk, and read what was dispatched before it."""
+    state, sampling = None, sampling_of(batch.samples(), options)
+    dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
+    phase = ""
+    while batch.busy():
+        if should_stop():
+            yield from batch.end_all("interrupted")
+            return
+        if state is None:
+            phase = "prefill"
+            yield Event("phase", phase=phase)
+            state = idle_state(empty_cache(lm, planned.geometry))
+        idle, filled = not dispatched, []
+        over = batch.vacate()
+        for rows in _together(list(over), planned):
+            state = empty_rows(state, rows, over[rows[0]].lent)
+        for parked in batch.unpark():
+            state = drop_prompt(state, parked)
+        for rows in _together(batch.admit(), planned):
+            flights = [batch.flights[row] for row in rows]
+            state, output = _fill(lm, state, batch, rows, flights, options)
+            filled.append((output, flights))
+            if options.samples > 1:
+                sampling = sampling_of(batch.samples(), options)
+        if idle and filled:  # the device has nothing else to do: tell the first tokens at once
+            for output, flights in filled:
+                yield from batch.take(output, flights)
+            continue
+        before, dispatched = [*dispatched, *filled], []
+        if batch.stepping():
+            if phase == "prefill":
+                phase = "decode"
+                yield Event("phase", phase=phase)
+            state, output = _chunk(lm, state, sampling, batch, options)
+            dispatched.append((output, list(batch.flights)))
+        for output, flights in before:
+            yield from batch.take(output, flights)
+
+
+def _fill(
+    lm: LanguageModel,
+    state: DecodeState,
+    batch: Batch,
+    rows: list[int],
+    flights: list[Flight],
+    options: Options,
+) -> tuple[DecodeState, ChunkOutput]:
+    """Read prompts into rows, or let a row go on from one that has been read."""
+    requests = [flight.row.request for flight in flights]
+    prompt = batch.prompts.get(requests[0].row)
+    if prompt is None:
+        return fill_rows(lm, state, rows, requests, options)
+    ((row,), (request,), (flight,)) = rows, requests, flights
+    if prompt.parked is None:
+        state, prompt.parked = park_prompt(lm, state, request, options)
+    return continue_prompt(state, row, prompt.parked, request, options, flight.lent)
+
+
+def _together(rows: list[int], planned: Plan) -> list[list[int]]:
+    """The rows that one program works on: all that there are, or one after the other."""
+    geometry = planned.geometry
+    together = geometry.longest is None and len(rows) == geometry.rows
+    return [rows] if together else [[row] for row in rows]
+
+
+def _chunk(
+    lm: LanguageModel,
+    state: DecodeState,
+    sampling: Sampling | None,
+    batch: Batch,
+    options: Options,
+) -> tuple[DecodeState, ChunkOutput]:
+    """Work on the rows' caches, where there is any to do, and decode a chunk of tokens."""
+    recipe = options.recipe
+    steps = options.chunk if recipe.keeps_all else recipe.tick
+    if not recipe.keeps_all:
+        state = maintain(
+            state,
+            batch.compressing(),
+            seed_bits(options.seed),
+            config=lm.config,
+            recipe=recipe,
+            done=batch.done(),
+            model=lm.model,
+        )
+    longest = max(_reach(flight, steps) for flight in batch.stepping())
+    halted = batch.halted()
+    batch.step(steps)
+    try:
+        return decode_chunk(
+            lm.model,
+            state,
+            sampling,
+            halted,
+            steps=steps,
+            stop_ids=options.stop_ids,
+            width=_width(longest),
+            recipe=recipe,
+            kernel=options.kernel,
+        )
+    except NotImplementedError as error:
+        raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
+
+
+def _reach(flight: Flight, steps: int) -> int:
+    """Slots that a row can need in the next chunk.
+
+    All prompts of a bucket attend to one width at first, so that they share one program.
+    """
+    return max(flight.length, padded_prompt(len(flight.row.request.ids))) + steps
+
+
+def _width(tokens: int) -> int:
+    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
+    return max(NARROWEST, 1 << (tokens - 1).bit_length())
