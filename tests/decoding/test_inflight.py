@@ -338,7 +338,7 @@ def test_no_request_can_own_more_than_the_largest(name, context):
     largest = [shape.of_row(config.num_kv_heads) for shape in shapes]
     before = None
     for prompt, new in ((1, 0), (1, 1), (5, 40), (5, 90), (33, 90), (66, 90), (80, 90), (100, 70)):
-        pages = pages_of_row(config, planned.recipe, prompt, new)
+        pages = pages_of_row(config, planned, prompt, new)
         assert (pages <= largest).all() and (pages > 0).all()
         assert new == 70 or before is None or (pages >= before).all()
         before = pages
