@@ -138,7 +138,9 @@ class Batch:
                     pages = pages - self._lm.config.num_kv_heads * np.array(lent)
                 prompt = self.prompts.get(request.row) or Prompt(self._pages(request, 0))
                 needed = pages if request.row in self.prompts else pages + prompt.pages
-            if (needed > self._free_pages()).any():
+            # Who has the pools alone begins in any case: nothing else will come free.
+            shared = any(self.flights) or bool(self.prompts)
+            if shared and (needed > self._free_pages()).any():
                 break
             self._waiting.popleft()
             if self._options.samples > 1:
