@@ -61,9 +61,7 @@ def test_what_keeps_all_as_it_was_is_the_same(name, by_tick):
     assert same(found) and found.kl.shape == (2, TOKENS - PROMPT) and found.crowded == 0
 
 
-@pytest.mark.parametrize(
-    "model", [MODELS[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[2:])]
-)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:]])
 def test_whatever_the_model(model):
     found = run(ALL["bf16"], model, per_layer=True)
     assert same(found)
@@ -108,6 +106,7 @@ def test_what_is_reported_is_of_the_single_positions():
             assert found.kl[row, at] > 0
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_further_away():
     codecs = ("int8", "int4", "int2")
     found = [run(recipes.uniform(codec, **SMALL), by_tick=True) for codec in codecs]
@@ -116,7 +115,7 @@ def test_fewer_bits_are_further_away():
     assert all(one.bytes["end"] < found[0].bytes["full_bf16"] * 2 for one in found)
 
 
-QUICK = ("uniform", "kivi", "h2o", "snapkv_decode")
+QUICK = ("uniform", "snapkv_decode")
 
 
 @pytest.mark.parametrize(
@@ -242,6 +241,7 @@ def test_what_cannot_be_compared_is_refused():
         run(ALL["full"], per_layer=True, by_tick=True)
 
 
+@pytest.mark.slow
 def test_one_reference_serves_many():
     once = reference(small.lm(), texts(), prompt_tokens=PROMPT)
     for recipe in (ALL["full"], recipes.uniform("int2", **SMALL)):

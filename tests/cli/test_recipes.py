@@ -350,6 +350,7 @@ def test_compared_with_the_uncompressed_run(decode):
     assert plain.code == 0 and "KL" in plain.err
 
 
+@pytest.mark.slow
 def test_compared_on_a_given_text(decode, model, tmp_path):
     """The text is the answer, and what is decoded makes no difference to the comparison."""
     file = tmp_path / "trace.txt"

@@ -39,7 +39,7 @@ def asked(model, read: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_queries_are_those_of_one_pass(name):
     model, prompts = small.lm(name), small.prompts()
     planned = plan(

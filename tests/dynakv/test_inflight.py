@@ -1,5 +1,7 @@
 """Rows with latents that refill: a row's share of blocks is its own, whoever was there before."""
 
+import pytest
+
 import kvjax
 from tests.dynakv.decoding import OPTIONS, saved, spectra
 from tests.dynakv.tiny import tiny, tokens
@@ -7,6 +9,7 @@ from tests.dynakv.tiny import tiny, tokens
 SAMPLED = {"temperature": 0.9, "seed": 3}
 
 
+@pytest.mark.slow
 def test_answers_are_those_alone(tmp_path):
     """Some blocks find no room, the same ones; samples go on from one prompt's latents."""
     lm = tiny("llama", 2)

@@ -176,7 +176,9 @@ def errors(before, queries, after, length):
     return np.mean(found, 0)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(c, marks=() if c == "int4" else pytest.mark.slow) for c in CODECS]
+)
 def test_keys_stay_as_they_are_and_what_must_stay_is_untouched(codec):
     for before, _, after, length, _ in selections(codec):
         changed = 0
@@ -324,6 +326,7 @@ def test_the_ring_holds_the_queries_of_the_last_positions():
             np.testing.assert_allclose(ring[0, p % 16], q[0, p], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_never_reached_changes_nothing():
     lm = small.lm()
     prompts = small.prompts([40, 21])

@@ -50,7 +50,7 @@ LONGEST = max(map(len, PROMPTS)) + NEW
     [
         ("llama", {}),
         pytest.param("llama", {"every": 32, "page_size": 4}, marks=pytest.mark.slow),
-        ("qwen2_window", {"page_size": 8}),
+        pytest.param("qwen2_window", {"page_size": 8}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"tick": 8, "every": 8, "window": 8}, marks=pytest.mark.slow),
         pytest.param("llama", {"tick": 1, "every": 1}, marks=pytest.mark.slow),

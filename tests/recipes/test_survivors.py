@@ -100,7 +100,7 @@ def test_survivors_are_byte_identical_over_a_thousand_steps(name):
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
-@pytest.mark.parametrize("method", ["uniform", "full"])
+@pytest.mark.parametrize("method", [pytest.param("uniform", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("qwen2_window", marks=pytest.mark.slow)])
 def test_sliding_windows_are_exact_around_their_size(name, method, beyond):
     """Layers with a window are never compressed below it, and hold no more than it takes."""
