@@ -286,7 +286,7 @@ def test_nan_in_a_batch_of_one_among_several_prompts(poisoned, order):
 def test_what_does_not_fit_in_memory(monkeypatch):
     module = importlib.import_module("kvjax.decoding.generate")
     monkeypatch.setattr(module, "device_memory", lambda: 10**6)
-    with pytest.raises(kvjax.CapacityError, match=r"1 row of .* pass a smaller --max-new-tokens"):
+    with pytest.raises(kvjax.CapacityError, match=r"4 rows of .* pass a smaller --max-new-tokens"):
         decode(prompts(), max_new_tokens=1500)
 
 
