@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvjax.cache.geometry import Geometry
-from kvjax.cache.plan import Plan, layers_of, padded_prompt
+from kvjax.cache.layers import layers_of
+from kvjax.cache.plan import Plan, padded_prompt
 from kvjax.models.config import ModelConfig
 
 
