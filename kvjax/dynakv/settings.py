@@ -17,9 +17,9 @@ class SpectralSettings:
         value_rank: the same for values.
         inverse: what rebuilds: the "inverse" of U (as the formula has it), a "free" matrix that
             starts there, or the transpose of a U that is kept "orthogonal".
-        centre: what U starts from: the eigenvectors of the "covariance" without a mean in the
-            formulas (their letter), those of the second "moment", or the covariance's with the
-            "mean" taken off before and put back afterwards.
+        centre: what U starts from: the eigenvectors of the second "moment" (ours), those of the
+            "covariance" without a mean in the formulas (their letter), or the covariance's with
+            the "mean" taken off before and put back afterwards.
         keys: which keys are compressed where the model norms them: the "normed" ones, which only
             need their rotation, or the "raw" ones, normed after they are rebuilt.
         tau: a component is stored if its mask is above this.
@@ -39,7 +39,7 @@ class SpectralSettings:
     key_rank: int | None = None
     value_rank: int | None = None
     inverse: Literal["inverse", "free", "orthogonal"] = "inverse"
-    centre: Literal["covariance", "moment", "mean"] = "covariance"
+    centre: Literal["covariance", "moment", "mean"] = "moment"
     keys: Literal["normed", "raw"] = "normed"
     tau: float = 0.1
     stored: Literal["plain", "masked"] = "plain"

@@ -32,7 +32,7 @@ def states(lm, ids, keys) -> list[np.ndarray]:
 def test_columns_are_eigenvectors_by_descending_variance(family, keys):
     lm = tiny(family)
     ids = tokens(lm, (4, 32), seed=9)
-    layer = fitted(lm, keys=keys).layers[0]
+    layer = fitted(lm, keys=keys, centre="covariance").layers[0]
     for part, x in zip((layer.keys, layer.values), states(lm, ids, keys), strict=True):
         u = np.asarray(part.u[...], np.float64)
         spread = u.T @ np.cov(x.T, bias=True) @ u
