@@ -119,13 +119,14 @@ def test_maintenance(h200, name, selects):
         number,
         np.int32(1),
         None,
+        state.finite,
         recipe=recipe,
         policy=policies(recipe, CONFIG)[-1],
         scale=CONFIG.scale,
         window=None,
         select=selects and recipe.retention is None,
         closing=selects and recipe.retention is not None,
-        demoting=selects and recipe.retention is not None,
+        demotes=selects and recipe.retention is not None,
         classes=None,
     )
     assert copied(program, layer.pools) == []
