@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.cache import Plan, plan
@@ -14,11 +13,12 @@ from kvjax.command.interrupt import Interrupts
 from kvjax.errors import UsageError
 from kvjax.eval.choice import ChoiceConfig
 from kvjax.eval.command import finish, load, open_rows, refusal, telling
-from kvjax.eval.intervals import mcnemar, wilson
+from kvjax.eval.intervals import wilson
 from kvjax.eval.items import Item, read_items, split
 from kvjax.eval.likelihood import Scored, log_likelihoods
 from kvjax.eval.recipes import Settled, Work, read_recipes, settle, shape_of
 from kvjax.eval.rows import Rows, row_key
+from kvjax.eval.summary import OF_RECIPE, described_pair, means, paired
 from kvjax.loading import LanguageModel
 from kvjax.report.units import size
 
@@ -167,7 +167,7 @@ class _Scoring:
             prompt_tokens=max(len(ids) for one in job.asked for ids in one.contexts),
             max_new_tokens=max(len(ids) for one in job.asked for ids in one.following),
             dtype=lm.dtype,
-            parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+            parameter_bytes=lm.nbytes,
         )
 
 
@@ -206,18 +206,14 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         full = next((own for own in recipes.values() if _first(own)["method"] == "full"), None)
         for name, own in recipes.items():
             first, count = _first(own), len(own)
-            keys = ("method", "budget", "codec", "share", "row_bytes")
-            figures = {"task": task, "recipe": name, **{key: first[key] for key in keys}}
+            figures = {"task": task, "recipe": name, **{key: first[key] for key in OF_RECIPE}}
             figures |= {"items": count, "failed": sum("error" in row for row in own.values())}
             for rule in RULES:
                 right = sum(row["right"][rule] for row in own.values())
                 figures[rule] = {"right": right / count, "interval": wilson(right, count)}
                 if full is not None and own is not full:
                     figures[rule]["paired"] = _paired(own, full, rule)
-            figures["bytes"] = {
-                key: statistics.fmean(row["bytes"][key] for row in own.values())
-                for key in first["bytes"]
-            }
+            figures["bytes"] = means(list(own.values()), "bytes")
             figures["ratio"] = figures["bytes"]["peak"] / figures["bytes"]["full_bf16"]
             found.append(figures)
     return found
@@ -232,7 +228,7 @@ def _paired(ours: dict[str, Any], theirs: dict[str, Any], rule: str) -> dict[str
         (ours[at]["right"][rule], theirs[at]["right"][rule]) for at in ours.keys() & theirs.keys()
     ]
     lost, won = both.count((False, True)), both.count((True, False))
-    return {"items": len(both), "lost": lost, "won": won, "p": mcnemar(lost, won)}
+    return {"items": len(both), **paired(lost, won)}
 
 
 def described(found: dict[str, Any]) -> str:
@@ -245,6 +241,5 @@ def described(found: dict[str, Any]) -> str:
     parts += [f"{found[rule]['right']:.1%} {rule.replace('_', ' ')}" for rule in RULES[1:]]
     parts.append(f"{size(found['bytes']['peak'])} ({found['ratio']:.3f})")
     if "paired" in found["sum"]:
-        pair = found["sum"]["paired"]
-        parts.append(f"lost {pair['lost']}, won {pair['won']}, p {pair['p']:.2g}")
+        parts.append(described_pair(found["sum"]["paired"]))
     return " · ".join(parts)

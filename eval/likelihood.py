@@ -92,9 +92,7 @@ def _note(logs: list[BytesLog], now: Held, active: np.ndarray) -> None:
     found = jax.tree.map(np.asarray, vars(now))
     for row, log in enumerate(logs):
         if active[row]:
-            latents = None if found["latents"] is None else found["latents"][row]
-            held_now = found["slots"][row], found["pages"][row]
-            log.add(int(found["length"][row]), *held_now, latents=latents)
+            log.add(row, **found)
 
 
 @jax.jit

@@ -2,12 +2,10 @@
 
 import dataclasses
 import fractions
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kvjax import loading
@@ -166,8 +164,7 @@ def settle(named: Named, lm: LanguageModel, work: Work, batch_size: int) -> Sett
             recipe, row_bytes = _settle(named, lm, work)
     except UsageError as error:
         return Settled(named, None, refused=str(error))
-    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(lm.model))
-    own = {"batch_size": batch_size, "dtype": lm.dtype, "parameter_bytes": weights}
+    own = {"batch_size": batch_size, "dtype": lm.dtype, "parameter_bytes": lm.nbytes}
     whole = _outline(lm, max(work.prompts), work.new_tokens).request
     Outline(whole | own, []).plan(recipe, device_memory()).check()
     return Settled(named, recipe, row_bytes)

@@ -9,6 +9,8 @@ from kvjax.eval.intervals import effective_count, mcnemar, wilson
 from kvjax.report.units import size
 
 Row = dict[str, Any]
+OF_RECIPE = ("method", "budget", "codec", "share", "row_bytes")
+"""What every row tells of its recipe."""
 ALL = "all"
 """The level of figures over all levels of a task."""
 
@@ -50,11 +52,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
     count = effective_count(list(by_problem.values()))
     decoded = [row for row in rows if "generated" in row]
     found = {
-        "method": rows[0]["method"],
-        "budget": rows[0]["budget"],
-        "codec": rows[0]["codec"],
-        "share": rows[0]["share"],
-        "row_bytes": rows[0]["row_bytes"],
+        **{name: rows[0][name] for name in OF_RECIPE},
         "problems": len(by_problem),
         "rows": len(rows),
         "right": share,
@@ -72,11 +70,22 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
     for name in ("prompt", "generated", "think", "seconds", "length", "live_tokens"):
         if all(name in row for row in decoded):
             found[name] = statistics.fmean(row[name] for row in decoded)
-    for name in ("bytes", "ratio"):
-        found[name] = {
-            key: statistics.fmean(row[name][key] for row in decoded) for key in decoded[0][name]
-        }
-    return found
+    return found | {name: means(decoded, name) for name in ("bytes", "ratio")}
+
+
+def means(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """The means of what rows hold under a name."""
+    return {key: statistics.fmean(row[name][key] for row in rows) for key in rows[0][name]}
+
+
+def paired(lost: int, won: int) -> dict[str, Any]:
+    """What was lost and won beside the full cache, and McNemar's test on it."""
+    return {"lost": lost, "won": won, "p": mcnemar(lost, won)}
+
+
+def described_pair(pair: dict[str, Any]) -> str:
+    """``paired``, for people."""
+    return f"lost {pair['lost']}, won {pair['won']}, p {pair['p']:.2g}"
 
 
 def _beside(rows: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
@@ -89,7 +98,7 @@ def _beside(rows: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     a, b = (_by_problem([found[at] for at in both]) for found in (ours, theirs))
     lost = sum(sum(a[at]) < sum(b[at]) for at in a)
     won = sum(sum(a[at]) > sum(b[at]) for at in a)
-    found = {"paired": {"problems": len(a), "lost": lost, "won": won, "p": mcnemar(lost, won)}}
+    found = {"paired": {"problems": len(a), **paired(lost, won)}}
     long = [(ours[at], theirs[at]) for at in both]
     long = [(x, y) for x, y in long if "generated" in x and "generated" in y]
     if long:
@@ -129,6 +138,5 @@ def described(found: dict[str, Any]) -> str:
         if found.get(name):
             parts.append(f"{name} {found[name]:.1%}")
     if "paired" in found:
-        pair = found["paired"]
-        parts.append(f"lost {pair['lost']}, won {pair['won']}, p {pair['p']:.2g}")
+        parts.append(described_pair(found["paired"]))
     return " · ".join(parts)

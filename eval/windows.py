@@ -17,6 +17,7 @@ from kvjax.eval.command import finish, load, open_rows, refusal, telling
 from kvjax.eval.perplexity import PerplexityConfig
 from kvjax.eval.recipes import Settled, Work, read_recipes, settle, shape_of
 from kvjax.eval.rows import Rows, row_key
+from kvjax.eval.summary import OF_RECIPE, means
 from kvjax.loading import LanguageModel
 from kvjax.report.units import size
 
@@ -141,7 +142,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         nll, error = _mean([row["nll"] for row in own.values()])
         figures = {
             "recipe": name,
-            **{key: first[key] for key in ("method", "budget", "codec", "share", "row_bytes")},
+            **{key: first[key] for key in OF_RECIPE},
             "windows": len(own),
             "scored": sum(row["scored"] for row in own.values()),
             "nll": nll,
@@ -151,10 +152,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in ("kl", "top1"):
             figures[key] = statistics.fmean(row[key] for row in own.values())
         for key in ("bytes", "ratio"):
-            figures[key] = {
-                part: statistics.fmean(row[key][part] for row in own.values())
-                for part in first[key]
-            }
+            figures[key] = means(list(own.values()), key)
         both = sorted(own.keys() & full.keys())
         if both and own is not full:
             apart, error = _mean([own[at]["nll"] - full[at]["nll"] for at in both])

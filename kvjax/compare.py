@@ -264,7 +264,7 @@ def _plan(lm: LanguageModel, recipe: Recipe, rows: int, prompt: int, total: int)
         prompt_tokens=prompt,
         max_new_tokens=total - prompt,
         dtype=lm.dtype,
-        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+        parameter_bytes=lm.nbytes,
         memory_bytes=device_memory(),
     )
     planned.check()
@@ -389,10 +389,7 @@ class _Scores:
         for row in range(len(self.ids)):
             log = BytesLog(self._planned.geometry)
             for now in self._held:
-                latents = None if now["latents"] is None else now["latents"][row]
-                log.add(
-                    int(now["length"][row]), now["slots"][row], now["pages"][row], latents=latents
-                )
+                log.add(row, **now)
                 held_bytes.append(log.live_bytes)
             logs.append(log)
         reports = [log.as_dict() for log in logs]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax import tokenizer as tokenizers
@@ -75,6 +76,11 @@ class LanguageModel:
     source: str
     revision: str | None
     fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, also of those that are only shapes yet."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model))
 
 
 def load(

@@ -10,6 +10,9 @@ from pallas_kernels.formats import PER_BYTE
 SCRATCH_PAGE = 0
 """The page that block tables are padded with, and that rows with nothing to store write to. Every
 store to it has bias -inf, so its finite garbage is never attended."""
+SLOT_AXIS = {"k": 1, "v": 2, "bias": 1, "pos": 1, "k_scale": 1, "v_scale": 2, "k_zero": 1,
+             "v_zero": 2, "mass": 1, "level": 1}  # fmt: skip
+"""What a pool may hold of every page, and the axis along which slots lie there."""
 UNKNOWN_LEVEL = 255
 """``KVPages.level`` of a token whose segment is still growing: it survives every demotion."""
 

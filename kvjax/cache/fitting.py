@@ -1,6 +1,6 @@
 """Where memory is short: pools that rows share, and what each of them can come to own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvjax.models.config import ModelConfig
 
 def plan_of_longest(
     config: ModelConfig,
-    lengths: Iterable[int],
+    lengths: Sequence[int],
     max_new_tokens: int,
     planned: Callable[[int], Plan],
 ) -> tuple[int, Plan]:
@@ -58,7 +58,7 @@ def fitted(planned: Plan) -> Plan:
     one, two = (planned.holding(rows, longest) for longest in (least, least + 1))
     left = planned.memory_bytes - one.nbytes
     if left < 0:
-        planned.check()
+        raise planned.refusal()
     longest = least + left // (two.nbytes - one.nbytes)
     return planned.holding(rows, min(longest, rows + planned.parks))
 

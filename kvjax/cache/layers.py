@@ -7,6 +7,7 @@ import math
 from kvjax.cache.geometry import ClassGeometry, LayerGeometry
 from kvjax.codecs import kv_codec
 from kvjax.compress.policy import Policy, group, policies
+from kvjax.dynakv.spectrum import key_width
 from kvjax.errors import UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import PHASES, Recipe
@@ -101,7 +102,7 @@ def _latent_layer(
     Any token may be the first to need a block, so tables have room for all of them in each; pages
     are fewer, and shared by the blocks of a row, those of keys and of values alike.
     """
-    width = config.num_kv_heads * config.head_dim
+    width = key_width(config)
     recent = _recent_pages(recipe, 1)
     first = ClassGeometry(kv_codec("bf16"), RECENT_PAGE, recent, latent=width)
     [held] = _sizes(recipe, policy, config.windows[index], tokens, prompt, new)

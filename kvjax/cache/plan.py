@@ -91,11 +91,16 @@ class Plan:
         Raises:
             CapacityError: with the numbers and the flag that would help.
         """
+        if error := self.refusal():
+            raise error
+
+    def refusal(self) -> CapacityError | None:
+        """What ``check`` raises; None where all fits."""
         largest = self.largest_batch()
         if largest is None or self.geometry.rows <= largest:
-            return
+            return None
         advice = f"--batch-size {largest}" if largest else "a smaller --max-new-tokens or model"
-        raise CapacityError(
+        return CapacityError(
             f"{_counted(self.geometry.rows, 'row')} of {self.tokens} tokens need "
             f"{size(self.geometry.nbytes)} of cache beside {size(self.parameter_bytes)} of "
             f"weights and about {size(self.prefill_bytes)} while prompts are read, and there are "

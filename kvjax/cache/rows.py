@@ -14,9 +14,8 @@ from kvjax.cache.cache import KVCache
 from kvjax.cache.pages import take_pages
 from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE
+from pallas_kernels.layout import SLOT_AXIS
 
-PAGED = ("k", "v", "bias", "pos", "k_scale", "v_scale", "k_zero", "v_zero", "mass", "level")
-"""What a pool holds of every page."""
 _COUNTERS = ("length", "prompt", "stored", "crowded", "thoughts")
 
 
@@ -82,7 +81,7 @@ def _copied_pages(pools, free, tables, lent) -> dict[str, Any]:
         source, place = (jnp.where(own, pages, SCRATCH_PAGE) for pages in (table, new))
         moved = {
             name: array.at[place].set(array[source])
-            for name in PAGED
+            for name in SLOT_AXIS
             if (array := getattr(pool, name)) is not None
         }
         copied.append((dataclasses.replace(pool, **moved), new, left))

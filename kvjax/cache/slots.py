@@ -11,6 +11,7 @@ from kvjax.cache.cache import KVCache, LayerCache
 from kvjax.cache.pages import give_pages, take_pages
 from kvjax.codecs import KeyBasis, KVCodec, code_keys, code_values, plain_keys
 from pallas_kernels import SCRATCH_PAGE, KVPages, write_slots
+from pallas_kernels.layout import SLOT_AXIS
 
 _FEW = 64  # tokens that leave the recent window at a time
 
@@ -209,10 +210,8 @@ def compact(layer: LayerCache, index: int, due: Bool[Array, " B"] | None = None)
         # The scratch page, which pads the tables, comes out as it was: nothing in it is live.
         return array.at[table].set(jnp.moveaxis(sorted_, 3, 2 + axis))
 
-    axes = {"k": 1, "v": 2, "bias": 1, "pos": 1, "k_scale": 1, "v_scale": 2, "mass": 1}
-    axes |= {"k_zero": 1, "v_zero": 2, "level": 1}
     pool = dataclasses.replace(
-        pool, **{name: move(getattr(pool, name), axis) for name, axis in axes.items()}
+        pool, **{name: move(getattr(pool, name), axis) for name, axis in SLOT_AXIS.items()}
     )
     empty = ~(pool.bias[table] > -jnp.inf).any(-1)
     if due is not None:

@@ -87,15 +87,13 @@ def settle(
     keep = jnp.broadcast_to(there[:, None], k.shape[:3])
     into = _classes(policy, pos, rows.prompt, recipe, thoughts)
     leaves, bias = pos < rows.leaving[:, None], None
+    selects = select and policy.keeps == "budget" and recipe.selector is not None
+    kept = []
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
-        layer = _evict(layer, kept)
-    elif not select or policy.keeps != "budget" or recipe.selector is None:
-        pass
-    elif layer.spectra is not None:
+    elif selects and layer.spectra is not None:
         kept, keep = latent_selection(layer, index, recipe, policy.config, rows, pos, k, keep)
-        layer = _evict(layer, kept)
-    else:
+    elif selects:
         there = Candidates(pos, k, v, keep, mass, into, leaves)
         kept, keep, change = selection(
             layer, index, recipe, scale, rows, there, policy.budgets, asked
@@ -103,7 +101,7 @@ def settle(
         if change is not None:
             layer = store_change(layer, change)
             v, bias = change_tokens(change, sum(mask[0, 0].size for mask in kept), v)
-        layer = _evict(layer, kept)
+    layer = _evict(layer, kept)
     out = keep & leaves[:, None]
     leave = k.shape[2]
     if incoming is None:  # at least the recent window stays; groups are coded whole

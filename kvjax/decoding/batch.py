@@ -115,6 +115,8 @@ class Batch:
 
     def unpark(self) -> list[Parked]:
         """Prompts that nobody will go on from and nobody shares pages with any more."""
+        if not self.prompts:
+            return []
         needed = {request.row for request in self._waiting}
         needed |= {f.row.request.row for f in self.flights if f is not None and any(f.lent)}
         return [self.prompts.pop(row).parked for row in list(self.prompts) if row not in needed]
@@ -196,9 +198,8 @@ class Batch:
             flights: whose rows they are, of the output's.
         """
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
-        length, slots, pages = map(np.asarray, (output.length, output.slots, output.pages))
-        crowded = np.asarray(output.crowded)
-        held_thoughts = jax.tree.map(np.asarray, output.thoughts)
+        names = ("length", "slots", "pages", "crowded", "thoughts", "latents")
+        held = jax.tree.map(np.asarray, {name: getattr(output, name) for name in names})
         self._lap.mark(int(real.sum()))
         for i, flight in enumerate(flights):
             if flight is None or not flight.running:
@@ -207,9 +208,7 @@ class Batch:
             flight.lap.mark(int(real[:, i].sum()))
             text, new = row.push(tokens[real[:, i], i].tolist())
             self._generated += len(new)
-            thoughts = jax.tree.map(lambda leaf, i=i: leaf[i], held_thoughts)
-            latents = None if output.latents is None else np.asarray(output.latents)[i]
-            log.add(int(length[i]), slots[i], pages[i], thoughts, latents)
+            log.add(i, **held)
             if not finite[i]:
                 wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
@@ -217,10 +216,9 @@ class Batch:
                     f"{len(row.tokens)} tokens; {wide}check the weights"
                 )
                 text += row.end("error", self.numerical_error)
-            log.crowded = int(crowded[i])
             recipe = self._options.recipe
             # Of latents, what finds no slot are single blocks, and the answer goes on.
-            full = crowded[i] and recipe.when_full == "end" and recipe.projector is None
+            full = log.crowded and recipe.when_full == "end" and recipe.projector is None
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:

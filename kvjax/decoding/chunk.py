@@ -211,7 +211,6 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
             out = attend_step(
                 layer, q[:, 0], tables, config, span=span, implementation=kernel, **given
             )
-            mass = []
         else:
             queries = shifted(of_layer[index], config, layer, q, position)
             out, _, *mass = paged_attention(
@@ -223,8 +222,8 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
                 implementation=kernel,
                 **given,
             )
-        for noted in mass:
-            layer = note_mass(layer, tables, noted, active)
+            for noted in mass:
+                layer = note_mass(layer, tables, noted, active)
         if tap is not None:
             tap.append(out)
         return out[:, None].astype(q.dtype), layer

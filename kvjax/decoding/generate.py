@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-import jax
-
 from kvjax.cache import plan
 from kvjax.cache.fitting import plan_of_longest
 from kvjax.cache.plan import Plan
@@ -20,7 +18,7 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
-from kvjax.errors import CapacityError, KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
@@ -149,7 +147,7 @@ def stream(
             prompt_tokens=prompt_tokens,
             max_new_tokens=options.max_new_tokens,
             dtype=lm.dtype,
-            parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model)),
+            parameter_bytes=lm.nbytes,
             memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
             parks=samples > 1,
         )
@@ -159,7 +157,7 @@ def stream(
     admitted = []
     for request in requests:
         if len(request.ids) > longest:
-            yield from _failed(request, _refusal(planned(len(request.ids), rows=1)), samples)
+            yield from _failed(request, planned(len(request.ids), rows=1).refusal(), samples)
             continue
         admitted += [dataclasses.replace(request, sample=sample) for sample in range(samples)]
     alone = samples * len(prompts) == 1
@@ -171,12 +169,3 @@ def _failed(request: Request, error: KvjaxError, samples: int) -> Iterator[Event
     result = Result("", (), "error", len(request.ids), error=str(error))
     for sample in range(samples):
         yield Event("done", row=request.row, result=result, sample=sample)
-
-
-def _refusal(planned: Plan) -> CapacityError:
-    """Why a row does not fit."""
-    try:
-        planned.check()
-    except CapacityError as error:
-        return error
-    raise AssertionError("it fits")

@@ -48,18 +48,28 @@ class BytesLog:
 
     def add(
         self,
-        logical: int,
+        row: int,
+        *,
+        length: np.ndarray,
         slots: np.ndarray,
         pages: np.ndarray,
+        crowded: np.ndarray,
         thoughts: Thoughts | None = None,
         latents: np.ndarray | None = None,
     ) -> None:
         """Note the slots that are live and the pages that are owned, for every layer and class.
 
         Args:
-            thoughts: the row's, where they are told apart; of numpy arrays without a row axis.
-            latents: of ``kvjax.cache.held_latents``, without a row axis.
+            row: which one of the others, which are numpy arrays of all rows.
+            length: tokens read.
+            crowded: tokens that have found no slot.
+            thoughts: where they are told apart.
+            latents: of ``kvjax.cache.held_latents``.
         """
+        logical, self.crowded = int(length[row]), int(crowded[row])
+        slots, pages, thoughts, latents = jax.tree.map(
+            lambda leaf: leaf[row], (slots, pages, thoughts, latents)
+        )
         self.logical, self._slots, self._latents = logical, slots, latents
         self._most = np.maximum(self._most, slots)
         if thoughts is not None:

@@ -115,7 +115,7 @@ class Projector:
         Raises:
             UsageError: with what would do.
         """
-        width = config.num_kv_heads * config.head_dim
+        width = key_width(config)
         self.settings.check_width(width)
         if self.settings.keys == "raw" and config.qk_norm:
             raise UsageError(
@@ -159,10 +159,9 @@ def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:
     Raises:
         UsageError: the adapter is not what it was when the recipe was made, or for another model.
     """
-    flag = "adapter"
     if read_record(pathlib.Path(projector.folder))["tensors_sha256"] != projector.digest:
-        raise UsageError(f"{flag}: {projector.folder}: it has changed since it was looked at")
-    spectra = load_adapter(projector.folder, lm, flag=flag).spectra
+        raise UsageError(f"adapter: {projector.folder}: it has changed since it was looked at")
+    spectra = load_adapter(projector.folder, lm, flag="adapter").spectra
     return inverted_once(spectra, projector.in_blocks(key_width(lm.config)))
 
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.einsum import tile_product
 from pallas_kernels.formats import PER_BYTE, middle
 from pallas_kernels.latent_attention.layout import Basis, Rotary, blocks_of
 from pallas_kernels.latent_attention.xla import attend_by_position, where
@@ -158,12 +159,6 @@ def _components(given, pages, slots, pos, first, plane, fmt):
     return jnp.where(there, number, 0.0)
 
 
-def _product(a, b, interpret):
-    """A float32 product; three of TF32 on tensor cores are as exact."""
-    presets = jax.lax.DotAlgorithmPreset
-    return plt.dot(a, b, precision=presets.F32_F32_F32 if interpret else presets.TF32_TF32_F32_X3)
-
-
 def _block_logits(given, out, *, fmt, factor, interpret):
     row, block, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * TILE
     pages, slots, pos = _slots(given, row, 2 * block, first)
@@ -197,7 +192,7 @@ def _block_logits(given, out, *, fmt, factor, interpret):
                         for start in (0, half)
                     )
                     halves = tuple(
-                        total + _product(tile, own, interpret)
+                        total + tile_product(tile, own, interpret)
                         for total, own in zip(halves, back, strict=True)
                     )
                 return halves
@@ -242,7 +237,7 @@ def _block_sums(given, out, *, fmt, interpret):
         weights = plt.load(at, mask=live, other=0)
         return tuple(
             total
-            + _product(
+            + tile_product(
                 _components(given, pages, slots, pos, first, plane, fmt).T, weights, interpret
             )
             for plane, total in enumerate(sums)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.einsum import tile_product
 from pallas_kernels.formats import PER_BYTE, merge
 from pallas_kernels.layout import SCRATCH_PAGE, UNKNOWN_LEVEL, KVPages, beyond_offsets
 from pallas_kernels.rotation import rotation
@@ -158,8 +159,5 @@ def _rotated(parts, matrix, interpret):
             for i, part in enumerate(parts)
         ]
         step *= 2
-    # Three products of TF32 numbers on tensor cores are as exact; the interpreter has none.
-    presets = jax.lax.DotAlgorithmPreset
-    precision = presets.F32_F32_F32 if interpret else presets.TF32_TF32_F32_X3
     norm = len(parts) ** -0.5
-    return [plt.dot(part * norm, matrix, precision=precision) for part in parts]
+    return [tile_product(part * norm, matrix, interpret) for part in parts]
