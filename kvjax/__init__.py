@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvjax.loading import LanguageModel, load
     from kvjax.models.forward import forward
 
+__version__ = "0.1.0"
+
 # Where each public name lives. Imported when first asked for: JAX takes a second to import, and a
 # command has to answer --help and Ctrl-C before that.
 _HOMES = {

@@ -26,16 +26,13 @@ from kvjax.decoding.row import Row
 from kvjax.errors import UsageError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
-from kvjax.models.attention import add_sinks, causal_mask, masked_attention
+from kvjax.models.attention import add_sinks, causal_attention
 from kvjax.models.decoder import Decoder
 from kvjax.models.forward import check_tokens
 from kvjax.models.layers import rms_norm
 from kvjax.models.rope import rotation
 from kvjax.recipes import PHASES, Recipe
 from kvjax.report.units import size
-
-QUERY_BLOCK = 512
-"""Queries attended at once without a cache: bounds the memory of the scores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,13 +442,8 @@ def _layer(layer, x, angles, positions, *, scale: float, window: int | None):
     """One layer over whole rows, a block of queries at a time: its output, and its attention's."""
 
     def attend(q, k, v, sinks):
-        parts = []
-        for start in range(0, q.shape[1], QUERY_BLOCK):
-            end = start + QUERY_BLOCK
-            mask = causal_mask(positions[:, start:end], positions[:, :end], window)
-            out, lse = masked_attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale)
-            parts.append(add_sinks(out, lse, sinks).astype(q.dtype))
-        out = jnp.concatenate(parts, 1)
+        out, lse = causal_attention(q, k, v, positions, scale, window)
+        out = add_sinks(out, lse, sinks).astype(q.dtype)
         return out, out
 
     return layer(x, angles, attend)

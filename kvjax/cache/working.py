@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.geometry import LayerGeometry
+from kvjax.models.attention import QUERY_BLOCK
 from kvjax.models.config import ModelConfig
 
-QUERY_BLOCK = 512
-"""Queries of a prompt's chunk that attend at once: bounds the memory of their scores."""
 HISTORY_BLOCK = 512
 """Slots of the pages before the chunk that are attended at once."""
 _FLOAT32 = 4

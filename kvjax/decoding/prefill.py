@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache, append, reserve_layer
-from kvjax.cache.working import HISTORY_BLOCK, QUERY_BLOCK
+from kvjax.cache.working import HISTORY_BLOCK
 from kvjax.compress.policy import Policy, policies
 from kvjax.compress.selection import Rows
 from kvjax.compress.settle import Incoming, leaving, settle
@@ -20,9 +20,8 @@ from kvjax.models.attention import (
     NEG_INF,
     add_sinks,
     biased_attention,
-    causal_mask,
+    causal_attention,
     lse_with_sinks,
-    masked_attention,
     merge,
 )
 from kvjax.models.config import ModelConfig
@@ -181,7 +180,7 @@ def _read(
         if layer.spectra is not None:
             latent = latents(layer.spectra, k, v, q.dtype)
             k, v = (x.astype(q.dtype) for x in rebuilt(layer.spectra, latent, positions, config))
-            local = _attend_local(q, k, v, positions, config.scale, window)
+            local = causal_attention(q, k, v, positions, config.scale, window)
             out, lse = merge(*local, *attend_history(layer, config, window, q, positions))
             k, v = as_stored(latent)
         else:
@@ -246,26 +245,12 @@ def attend_all(
     Returns:
         The float32 output and the log-sum-exp.
     """
-    out, lse = _attend_local(q, k, v, positions, config.scale, window)
+    out, lse = causal_attention(q, k, v, positions, config.scale, window)
     queries = shifted(policy, config, layer, q, before)
     for query, pool, table in zip(queries, layer.pools, layer.tables, strict=True):
         history = _attend_pages(query, positions, pool, table, config.scale, window)
         out, lse = merge(out, lse, *history)
     return out, lse
-
-
-def _attend_local(q, k, v, positions, scale, window):
-    """Causal attention inside the chunk, a block of queries at a time.
-
-    Padding lies to the right, in the future of every token, so it needs no mask of its own.
-    """
-    parts = []
-    for start in range(0, q.shape[1], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[1])
-        mask = causal_mask(positions[:, start:end], positions[:, :end], window)
-        parts.append(masked_attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale))
-    out, lse = zip(*parts, strict=True)
-    return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 
 
 def _attend_pages(q, positions, pool, table, scale, window):

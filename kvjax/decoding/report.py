@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-import importlib.metadata
 import statistics
 from typing import Any
 
 import jax
 import numpy as np
 
+from kvjax import __version__
 from kvjax.cache import Geometry, LayerGeometry, Plan
 from kvjax.decoding.clock import Lap
 from kvjax.decoding.events import History
@@ -248,7 +248,7 @@ def report(
         },
         "memory": memory_in_use(),
         "run": {
-            "kvjax": importlib.metadata.version("kvjax"),
+            "kvjax": __version__,
             "jax": jax.__version__,
             "device": jax.devices()[0].device_kind,
             "dtype": str(lm.dtype),

@@ -14,6 +14,10 @@ from pallas_kernels.einsum import einsum_float32
 NEG_INF = -1e30  # finite, so that a row with nothing to attend gives zeros and never NaN
 
 
+QUERY_BLOCK = 512
+"""Queries attended at once outside pages: bounds the memory of the scores."""
+
+
 def biased_attention(
     q: Float[Array, "B T Hq D"],
     k: Float[Array, "B Hkv S D"],
@@ -55,6 +59,27 @@ def masked_attention(
     """``biased_attention`` over the keys of a sequence, where ``mask`` is true."""
     bias = jnp.where(mask, 0.0, -jnp.inf)[:, None]
     return biased_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), bias, scale)
+
+
+def causal_attention(
+    q: Float[Array, "B T Hq D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    positions: Int[Array, "B T"],
+    scale: float,
+    window: int | None,
+) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B T Hq"]]:
+    """Attention of rows to themselves, a block of queries at a time; see ``biased_attention``.
+
+    Padding lies to the right, in the future of every token, so it needs no mask of its own.
+    """
+    parts = []
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, q.shape[1])
+        mask = causal_mask(positions[:, start:end], positions[:, :end], window)
+        parts.append(masked_attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale))
+    out, lse = zip(*parts, strict=True)
+    return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 
 
 def causal_mask(
