@@ -140,7 +140,7 @@ def init_cache(
         spectra = (None,) * len(geometry.layers)
     elif spectra is None:
         settings = geometry.projector.in_blocks(geometry.width)
-        spectra = [blank_layer(geometry.width, settings) for _ in geometry.layers]
+        spectra = [blank_layer(geometry.width, settings, n) for n in range(len(geometry.layers))]
     layers = tuple(
         _init_layer(geometry, layer, basis, own)
         for layer, basis, own in zip(geometry.layers, bases, spectra, strict=True)

@@ -95,6 +95,9 @@ class TrainDynaKVConfig:
     )
     key_rank: int | None = option(None, "rank of keys with --gate fixed", minimum=1)
     value_rank: int | None = option(None, "rank of values with --gate fixed", minimum=1)
+    share_ranks: Literal["even", "fisher"] = option(
+        _TRAIN.share_ranks, "as given, or the same sum by each layer's Fisher information (Palu)"
+    )
     tau: float = option(
         _SPECTRAL.tau, "components with a mask above this are stored", minimum=0, maximum=1
     )
@@ -135,6 +138,8 @@ class TrainDynaKVConfig:
             raise UsageError("--target-rate has no effect with --gate fixed: drop it")
         if self.gate == "fixed" and self.trains == "gate":
             raise UsageError("--trains gate has nothing to train with --gate fixed: drop one")
+        if self.gate != "fixed" and self.share_ranks == "fisher":
+            raise UsageError("--share-ranks fisher shares out fixed ranks: pass --gate fixed")
         if self.trains == "all" and self.dtype != "float32":
             raise UsageError("--trains all needs --dtype float32, or small updates are lost")
 

@@ -51,7 +51,7 @@ def run(config: TrainDynaKVConfig, interrupts: Interrupts, config_file: str | No
     path = loading.resolve(shape.source, config.revision)
     shape = dataclasses.replace(shape, fingerprint=loading.read_fingerprint(path))
     with in_flags():
-        spectral.check_width(key_width(shape.config))
+        spectral.check_width(key_width(shape.config), shape.config.num_layers)
         check_fit(shape, settings, jax.device_count())
     start = _start(config, shape, spectral)
     rows = _read(config, shape, settings)

@@ -32,7 +32,7 @@ def spectra_of(
         UsageError: a rank that the model's keys cannot have, or no tokens.
         NumericalError: the model's keys or values are not finite.
     """
-    settings.check_width(key_width(model.config))
+    settings.check_width(key_width(model.config), model.config.num_layers)
     graph, state = nnx.split(model)
     total = None
     for tokens, valid in batches:
@@ -42,7 +42,8 @@ def spectra_of(
     if total is None or not total[0]:
         raise UsageError("no tokens to find a basis from")
     count, layers = total
-    return Spectra([_layer(int(count), *sums, settings) for sums in layers], settings)
+    fitted = [_layer(int(count), *sums, settings, n) for n, sums in enumerate(layers)]
+    return Spectra(fitted, settings)
 
 
 def principal_basis(
@@ -62,10 +63,9 @@ def principal_basis(
     return basis * np.sign(largest), mean
 
 
-def _layer(count: int, sums, products, settings: SpectralSettings) -> LayerSpectra:
-    ranks = (settings.key_rank, settings.value_rank)
+def _layer(count: int, sums, products, settings: SpectralSettings, layer: int) -> LayerSpectra:
     spectra = []
-    for part, rank in enumerate(ranks):
+    for part, rank in enumerate(settings.ranks(layer)):
         basis, mean = principal_basis(count, sums[part], products[part], settings.centre)
         u, mean = (jnp.asarray(x, jnp.float32) for x in (basis, mean))
         spectra.append(Spectrum(u, mean, settings, rank))

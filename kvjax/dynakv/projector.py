@@ -116,7 +116,7 @@ class Projector:
             UsageError: with what would do.
         """
         width = key_width(config)
-        self.settings.check_width(width)
+        self.settings.check_width(width, config.num_layers)
         if self.settings.keys == "raw" and config.qk_norm:
             raise UsageError(
                 "adapter: it compresses keys before their norm (--keys raw), which are rebuilt in "

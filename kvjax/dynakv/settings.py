@@ -13,7 +13,7 @@ class SpectralSettings:
     Attributes:
         gate: what decides a rank: each "token"'s own spectral state (the paper), one learned
             distribution a "layer" (W = 0), or nothing at all, which is "fixed" (both controls).
-        key_rank: rank of every key with a "fixed" gate.
+        key_rank: rank of every key with a "fixed" gate, or one of each layer.
         value_rank: the same for values.
         inverse: what rebuilds: the "inverse" of U (as the formula has it), a "free" matrix that
             starts there, or the transpose of a U that is kept "orthogonal".
@@ -36,8 +36,8 @@ class SpectralSettings:
     """
 
     gate: Literal["token", "layer", "fixed"] = "token"
-    key_rank: int | None = None
-    value_rank: int | None = None
+    key_rank: int | tuple[int, ...] | None = None
+    value_rank: int | tuple[int, ...] | None = None
     inverse: Literal["inverse", "free", "orthogonal"] = "inverse"
     centre: Literal["covariance", "moment", "mean"] = "moment"
     keys: Literal["normed", "raw"] = "normed"
@@ -61,25 +61,39 @@ class SpectralSettings:
         for name in ("key_rank", "value_rank"):
             rank = getattr(self, name)
             if self.gate == "fixed":
-                _require(name, rank, _count(rank), "a whole number above 0 with a fixed gate")
+                if isinstance(rank, list):  # as a record has it
+                    object.__setattr__(self, name, tuple(rank))
+                every = bool(_each(rank)) and all(map(_count, _each(rank)))
+                _require(name, rank, every, "a whole number above 0 with a fixed gate")
             else:
                 _require(name, rank, rank is None, f"left out with a gate by {self.gate}")
 
-    def check_width(self, width: int) -> None:
-        """Refuse ranks that keys and values of ``width`` components cannot have.
+    def check_width(self, width: int, layers: int) -> None:
+        """Refuse ranks that keys and values of ``width`` components in ``layers`` cannot have.
 
         Raises:
-            UsageError: one is larger; begins with its name.
+            UsageError: one is larger, or layers are missing; begins with its name.
         """
         for name in ("key_rank", "value_rank", "rank_multiple"):
             value = getattr(self, name)
             limit = f"at most {width}, the width of this model's keys"
-            _require(name, value, value is None or value <= width, limit)
+            _require(name, value, value is None or max(_each(value)) <= width, limit)
+            several = isinstance(value, tuple)
+            _require(name, value, not several or len(value) == layers, f"one of {layers} layers")
+
+    def ranks(self, layer: int) -> tuple[int | None, int | None]:
+        """The fixed ranks of a layer's keys and values."""
+        pair = self.key_rank, self.value_rank
+        return tuple(rank[layer] if isinstance(rank, tuple) else rank for rank in pair)
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:
     if not holds:
         raise UsageError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _each(value: object) -> tuple:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def _number(value: object) -> bool:

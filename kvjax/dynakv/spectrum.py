@@ -143,15 +143,18 @@ def blank(config: ModelConfig, settings: SpectralSettings) -> Spectra:
         UsageError: a rank that the model's keys cannot have.
     """
     width = key_width(config)
-    settings.check_width(width)
-    return Spectra([blank_layer(width, settings) for _ in range(config.num_layers)], settings)
+    settings.check_width(width, config.num_layers)
+    layers = [blank_layer(width, settings, layer) for layer in range(config.num_layers)]
+    return Spectra(layers, settings)
 
 
-def blank_layer(width: int, settings: SpectralSettings) -> LayerSpectra:
+def blank_layer(width: int, settings: SpectralSettings, layer: int) -> LayerSpectra:
     """One layer's, in the standard basis."""
-    ranks = (settings.key_rank, settings.value_rank)
     return LayerSpectra(
-        *(Spectrum(jnp.eye(width), jnp.zeros(width), settings, rank) for rank in ranks)
+        *(
+            Spectrum(jnp.eye(width), jnp.zeros(width), settings, rank)
+            for rank in settings.ranks(layer)
+        )
     )
 
 

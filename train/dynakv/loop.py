@@ -21,6 +21,7 @@ from kvjax.train.dynakv.alpha import AlphaControl
 from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
 from kvjax.train.dynakv.evaluate import evaluate, plain_nats, score
+from kvjax.train.dynakv.fisher import fisher_ranks
 from kvjax.train.dynakv.metrics import METRICS, Metrics
 from kvjax.train.dynakv.settings import TrainSettings
 from kvjax.train.dynakv.state import Trainer, TrainState
@@ -96,6 +97,9 @@ def train(
     _claim(folder, identity, resume)
     control = AlphaControl(settings.alpha, settings.target_rate, settings.steps)
     if start is None:
+        if settings.share_ranks == "fisher":
+            yield Event("phase", phase="sharing out ranks")
+            spectral = fisher_ranks(lm.model, _calibration(training, settings), spectral)
         yield Event("phase", phase="finding the first bases")
         start = spectra_of(lm.model, _calibration(training, settings), spectral)
     trainer, state = Trainer.start(lm.model, start, settings, control.start(), devices)

@@ -32,6 +32,8 @@ class TrainSettings:
         save_every: updates between two checkpoints, each with an evaluation.
         eval_rows: rows that are held out for evaluation.
         calibration_tokens: tokens that the first bases are fitted to.
+        share_ranks: of a fixed gate: "even" gives each layer's keys and values the same rank,
+            "fisher" shares out as many in all, as Palu does (see ``fisher_ranks``).
         keep: which checkpoint becomes the adapter: the "last" one or the "best".
         remat: whether layers are computed twice, to need less memory.
         seed: of the order of rows, and of self-sampled data.
@@ -57,6 +59,7 @@ class TrainSettings:
     save_every: int = 100
     eval_rows: int = 16
     calibration_tokens: int = 65536
+    share_ranks: Literal["even", "fisher"] = "even"
     keep: Literal["last", "best"] = "last"
     remat: bool = True
     seed: int = 0
@@ -80,6 +83,8 @@ class TrainSettings:
             raise UsageError(f"alpha must be at least 0 and finite, got {alpha!r}")
         if target is not None and not 0 < target < 1:
             raise UsageError(f"target_rate must be between 0 and 1, got {target!r}")
+        if self.share_ranks not in ("even", "fisher"):
+            raise UsageError(f"share_ranks must be even or fisher, got {self.share_ranks!r}")
         if self.trains not in ("spectral", "gate", "all"):
             raise UsageError(f"trains must be spectral, gate or all, got {self.trains!r}")
 
