@@ -1,0 +1,171 @@
+"""Perplexity against the measured rate, for adapters of every kind.
+
+    python -m kvjax.eval.bench_dynakv --text wiki.test.raw moby.txt --plot docs/dynakv.png \\
+        --arm dynakv=runs/a,runs/b pca=runs/c --out eval/results/dynakv.json
+
+Each text is read in windows of ``--window`` tokens, one behind the other, of which all but the
+first token are scored, with keys and values as a cache would give them back: the hard mask, ranks
+of ``exact`` as they are, those of ``blocks`` rounded up to the blocks that a cache stores. Rates
+are those of the windows, keys and values apart. A perplexity's interval is that of the windows'
+means.
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+import kvjax
+from kvjax.dynakv.adapter import load_adapter
+from kvjax.dynakv.spectrum import Spectra, key_width
+from kvjax.eval.record import run_record, write_json
+from kvjax.eval.text import small_model
+from kvjax.eval.windows import windows
+from kvjax.train.dynakv.loss import Trained, compressed_sums, plain_cross_entropy
+
+BLOCKS = 8
+
+
+def rounded(spectra: Spectra, multiple: int) -> Spectra:
+    """The same spectra, ranks being rounded up to multiples."""
+    graph, state = nnx.split(spectra)
+    copy = nnx.merge(graph, state)
+    copy.settings = dataclasses.replace(spectra.settings, rank_multiple=multiple)
+    for layer in copy.layers:
+        layer.keys.settings = layer.values.settings = copy.settings
+    return copy
+
+
+def measured(
+    lm: kvjax.LanguageModel, spectra: Spectra | None, rows: Int[np.ndarray, "N T"]
+) -> dict[str, float | list[float]]:
+    """Perplexity and rates over some windows; without spectra, of the model as it is."""
+    if spectra is None:
+        found = [_plain(lm.model, row[None]) for row in rows]
+    else:
+        bases = jax.jit(lambda spectra: spectra.bases())(spectra)
+        found = [_compressed(lm.model, spectra, bases, row[None]) for row in rows]
+    nats, rates = (np.array(x, np.float64) for x in zip(*jax.device_get(found), strict=True))
+    mean, error = nats.mean(), nats.std(ddof=1) / math.sqrt(len(nats)) if len(nats) > 1 else 0.0
+    keys, values = rates.mean(0).tolist()
+    return {
+        "perplexity": math.exp(mean),
+        "interval": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
+        "rate": (keys + values) / 2,
+        "rate_keys": keys,
+        "rate_values": values,
+    }
+
+
+@jax.jit
+def _plain(model, tokens: Int[Array, "1 T"]) -> tuple[Array, Array]:
+    nats, predicted = plain_cross_entropy(model, tokens, jnp.ones(tokens.shape, bool))
+    return nats / predicted, jnp.ones(2)
+
+
+@jax.jit
+def _compressed(model, spectra, bases, tokens: Int[Array, "1 T"]) -> tuple[Array, Array]:
+    """Mean nats, and the rates of keys and values."""
+    valid = jnp.ones(tokens.shape, bool)
+    own = Trained(model, spectra)
+    sums = compressed_sums(own, bases, tokens, valid, mode="hard", remat=False)
+    return sums.cross_entropy(), sums.hard.mean(0) / sums.tokens
+
+
+def arms(given: list[str]) -> Iterator[tuple[str, pathlib.Path]]:
+    """Name and folder of each adapter of ``NAME=FOLDER,FOLDER`` arguments."""
+    for one in given:
+        name, found, folders = one.partition("=")
+        if not found or not name or not folders:
+            raise SystemExit(f"--arm takes NAME=FOLDER,FOLDER, got {one!r}")
+        yield from ((name, pathlib.Path(folder)) for folder in folders.split(","))
+
+
+def draw(record: dict, path: pathlib.Path) -> None:
+    """A panel a text, a line an arm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    texts = list(record["full"])
+    figure, panels = plt.subplots(1, len(texts), figsize=(5.2 * len(texts), 4), squeeze=False)
+    for axes, text in zip(panels[0], texts, strict=True):
+        for name in dict.fromkeys(result["arm"] for result in record["results"]):
+            found = [result for result in record["results"] if result["arm"] == name]
+            points = [(r["exact"][text]["rate"], r["exact"][text]["perplexity"]) for r in found]
+            axes.plot(*zip(*sorted(points), strict=True), "o-", label=name, markersize=4)
+        plain = record["full"][text]["perplexity"]
+        axes.axhline(plain, color="black", linewidth=1)
+        axes.annotate("full", (0.01, plain), xycoords=("axes fraction", "data"), va="bottom")
+        axes.set_yscale("log")
+        axes.set_xlabel("components stored, keys and values")
+        axes.set_ylabel("perplexity")
+        axes.set_title(text, fontsize=9)
+    panels[0][0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=pathlib.Path, help="default: SmolLM2")
+    parser.add_argument("--arm", nargs="+", default=[], help="NAME=FOLDER,FOLDER of adapters")
+    parser.add_argument("--text", type=pathlib.Path, nargs="+", required=True)
+    parser.add_argument("--tokens", type=int, default=65536, help="of each text, at most")
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="windows sent to a device together"
+    )
+    parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--plot", type=pathlib.Path, help="PNG; needs matplotlib")
+    args = parser.parse_args(argv)
+    folders = list(arms(args.arm))
+    lm = kvjax.load(args.model, dtype="float32") if args.model else small_model()
+    texts = {}
+    for path in args.text:
+        ids = lm.tokenizer.encode(path.read_text(encoding="utf-8"))[: args.tokens]
+        if len(ids) < args.window:
+            parser.error(f"--text {path} has {len(ids)} tokens, below --window {args.window}")
+        texts[path.name] = windows(ids, args.window, args.window)
+    block = key_width(lm.config) // BLOCKS
+    full = {name: measured(lm, None, rows) for name, rows in texts.items()}
+    for name, found in full.items():
+        print(f"full {name}: {found['perplexity']:.3f} over {texts[name].size:,} tokens")
+    record = {"run": run_record(args.commit), "model": pathlib.Path(lm.source).name}
+    record |= {"window": args.window, "blocks": BLOCKS, "full": full, "results": []}
+    for arm, folder in folders:
+        adapter = load_adapter(folder, lm, flag="--arm")
+        spectra = adapter.spectra
+        result = {"arm": arm, "tokens": adapter.training["tokens"], "exact": {}, "blocks": {}}
+        result |= {"gate": spectra.settings.gate, "alpha": adapter.training["alpha"]}
+        for name, rows in texts.items():
+            for kind, own in (("exact", spectra), ("blocks", rounded(spectra, block))):
+                found = result[kind][name] = measured(lm, own, rows)
+                beside = found["perplexity"] / full[name]["perplexity"]
+                print(
+                    f"{arm} {name} {kind}: rate {found['rate']:.3f} (keys {found['rate_keys']:.3f},"
+                    f" values {found['rate_values']:.3f}), perplexity {found['perplexity']:.3f}, "
+                    f"{beside:.3f} of full"
+                )
+        record["results"].append(result)
+        write_json(args.out, record)
+    write_json(args.out, record)
+    if args.plot:
+        draw(record, args.plot)
+
+
+if __name__ == "__main__":
+    main()
