@@ -34,7 +34,7 @@ from kvjax.cache.plan import largest_budget, least_budget
 from kvjax.compare import Reference, compare, reference
 from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
-from kvjax.eval.text import add_text_arguments, record_of_text, rows_of_text, small_model
+from kvjax.eval.text import add_text_arguments, model_of, record_of_text, rows_of
 from kvjax.recipes import ADAPTED, METHODS, Recipe
 
 SHARES = (2, 4, 8, 16)
@@ -139,9 +139,9 @@ def line(name: str, codec: str, share: int, found: dict) -> str:
 
 def run(args: argparse.Namespace) -> dict:
     """Measure every variant, telling each as it comes."""
-    lm = small_model()
+    lm = model_of(args)
     planner = Planner(lm, args.tokens, args.prompt_tokens)
-    tokens = rows_of_text(lm, args.text, args.rows, args.tokens)
+    tokens = rows_of(args, lm)
     text = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     record = {
         **record_of_text(args, lm),

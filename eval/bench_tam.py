@@ -39,9 +39,9 @@ from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import (
     add_slice_arguments,
     add_text_arguments,
+    model_of,
     record_of_text,
-    rows_of_text,
-    small_model,
+    rows_of,
 )
 from kvjax.matching import AttentionMatching
 from kvjax.models.config import ModelConfig
@@ -82,8 +82,8 @@ def parts(every: int, once: bool) -> Iterator[tuple[str, Recipe]]:
 
 
 def quality(args: argparse.Namespace) -> None:
-    lm = small_model()
-    tokens = rows_of_text(lm, args.text, args.rows, args.tokens)
+    lm = model_of(args)
+    tokens = rows_of(args, lm)
     expected = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     found = {**record_of_text(args, lm), "every": args.every, "results": []}
     print(f"{'':9} {'ratio':>6} {'':28} {'KL':>9} {'p99':>9} {'top-1':>6} {'live':>6} {'s':>5}")

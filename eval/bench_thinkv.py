@@ -43,9 +43,9 @@ from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import (
     add_slice_arguments,
     add_text_arguments,
+    model_of,
     record_of_text,
-    rows_of_text,
-    small_model,
+    rows_of,
 )
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -149,9 +149,9 @@ def _periodic(kinds: str) -> str:
 
 
 def quality(args: argparse.Namespace) -> None:
-    lm = small_model()
+    lm = model_of(args)
     planner = Planner(lm, args.tokens, args.prompt_tokens)
-    tokens = rows_of_text(lm, args.text, args.rows, args.tokens)
+    tokens = rows_of(args, lm)
     text = sampled(lm, tokens[0], args.prompt_tokens, args.layers)
     expected = reference(lm, tokens, prompt_tokens=args.prompt_tokens)
     found = {
