@@ -8,13 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax import tokenizer as tokenizers
 from kvjax.errors import ModelError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.sharding import check_mesh, device_bytes, shards, widened
 from kvjax.tokenizer import Tokenizer
 from kvjax.weights.assemble import check_tensors, fingerprint, load_decoder
 from kvjax.weights.checkpoint import Checkpoint
@@ -66,6 +67,7 @@ class LanguageModel:
         source: the path or hub id that was asked for.
         revision: the commit that a hub id led to, None for local files.
         fingerprint: names config and weights, whatever the dtype (see `weights.assemble`).
+        mesh: the devices that the weights are spread over, if they are not on one alone.
     """
 
     config: ModelConfig
@@ -76,11 +78,12 @@ class LanguageModel:
     source: str
     revision: str | None
     fingerprint: str
+    mesh: Mesh | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, also of those that are only shapes yet."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model))
+        """Bytes of the weights on one device, also of those that are only shapes yet."""
+        return device_bytes(self.model, shards(self.mesh))
 
 
 def load(
@@ -89,6 +92,7 @@ def load(
     dtype: Any = "float32",
     revision: str | None = None,
     tokenizer: str | os.PathLike | None = None,
+    mesh: Mesh | None = None,
 ) -> LanguageModel:
     """Load a model.
 
@@ -99,6 +103,8 @@ def load(
         revision: branch, tag or commit of a hub id.
         tokenizer: a directory, GGUF file or hub id to take the tokenizer from, by default the
             model's own. A directory without one gives a model without a tokenizer.
+        mesh: what ``kvjax.device_mesh`` made: weights are spread over its devices, each of which
+            gets its part alone, and so is all that is decoded.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
@@ -109,6 +115,7 @@ def load(
     gguf = _open_gguf(path)
     fields = gguf.hf_config() if gguf else _read_config(path)
     config = ModelConfig.from_hf(fields)
+    check_mesh(config, shards(mesh))
     own = tokenizer is None
     text = _tokenizer_of(path, gguf) if own else _load_other_tokenizer(tokenizer)
     if text is not None and text.vocab_size > config.vocab_size:
@@ -118,14 +125,15 @@ def load(
         )
     checkpoint: Checkpoint = gguf or SafetensorsCheckpoint(path)
     return LanguageModel(
-        config=config,
-        model=load_decoder(config, checkpoint, dtype),
+        config=widened(config, shards(mesh)),
+        model=load_decoder(config, checkpoint, dtype, mesh),
         tokenizer=text,
         dtype=dtype,
         defaults=_defaults(path, fields, text),
         source=str(path_or_id),
         revision=None if _is_local(path_or_id) else path.name,
         fingerprint=fingerprint(config, checkpoint),
+        mesh=mesh,
     )
 
 

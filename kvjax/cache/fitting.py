@@ -84,6 +84,7 @@ def pages_of_row(
     layers = geometry.layers
     if recipe.projector is None:  # blocks of latents take what a row may take, however short it is
         tokens = min(prompt_tokens + max_new_tokens, config.context_length)
-        layers = layers_of(recipe, config, tokens, prompt_tokens, max_new_tokens)
+        size = tokens, prompt_tokens, max_new_tokens
+        layers = layers_of(recipe, config, *size, geometry.devices)
     shapes = [shape for layer in layers for shape in layer.classes]
     return np.array([shape.of_row(geometry.heads(shape)) for shape in shapes])

@@ -70,6 +70,7 @@ class Geometry:
         projector: what keys and values are compressed by, where latents are kept instead.
         span: where they are, positions are below this.
         longest: rows that can own at once all the pages that a row can own; None: all of them.
+        devices: that share the heads. All other numbers are those of one of them.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -84,6 +85,7 @@ class Geometry:
     projector: Projector | None = None
     span: int = 0
     longest: int | None = None
+    devices: int = 1
 
     @classmethod
     def full(
@@ -124,8 +126,13 @@ class Geometry:
 
     @property
     def full_token_bytes(self) -> int:
-        """One token in an uncompressed bfloat16 cache: the yardstick of every ratio."""
-        return len(self.layers) * self.num_kv_heads * self.head_dim * 2 * 2
+        """One token in an uncompressed bfloat16 cache, on all devices: the yardstick of ratios."""
+        return len(self.layers) * self.all_kv_heads * self.head_dim * 2 * 2
+
+    @property
+    def all_kv_heads(self) -> int:
+        """KV heads of all devices together."""
+        return self.devices * self.num_kv_heads
 
     @functools.cached_property
     def nbytes(self) -> int:

@@ -17,9 +17,9 @@ RECENT_PAGE = 16
 
 
 def layers_of(
-    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int, new: int
+    recipe: Recipe, config: ModelConfig, tokens: int, prompt: int, new: int, devices: int = 1
 ) -> tuple[LayerGeometry, ...]:
-    """What every layer takes of a row.
+    """What every layer takes of a row, on each of the devices that share the heads.
 
     Args:
         tokens: of the row, at most.
@@ -36,7 +36,7 @@ def layers_of(
             for index, policy in enumerate(of_layer)
         )
     return tuple(
-        _layer(recipe, policy, together, window, *size)
+        _layer(recipe, policy, together, window, *size, devices)
         for policy, window in zip(of_layer, config.windows, strict=True)
     )
 
@@ -50,6 +50,7 @@ def _layer(
     tokens: int,
     prompt: int,
     new: int,
+    devices: int,
 ) -> LayerGeometry:
     """What one layer takes at most, if so many tokens leave the recent window together."""
     if recipe.keeps_all:
@@ -75,7 +76,10 @@ def _layer(
         pages = [max(1, math.ceil(size / page)) for size in of_head]
         levels = recipe.retention is not None and policy.keeps == "budget"
         levels &= index in policy.of_kind
-        together = None if policy.budgets is None else sum(pages)
+        together = None
+        if policy.budgets is not None:  # pools are as large on all devices
+            each = len(pages) // devices
+            together = max(sum(pages[i : i + each]) for i in range(0, len(pages), each))
         rest.append(ClassGeometry(codec, page, max(pages), recipe.needs_mass, levels, together))
     return LayerGeometry((first, *rest), policy.queries)
 

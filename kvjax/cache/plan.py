@@ -13,6 +13,7 @@ from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 from kvjax.report.units import size
+from kvjax.sharding.mesh import check_recipe, of_device
 
 PREFILL_CHUNK = 2048
 """Tokens read at once at most; longer prompts are read in chunks of this size."""
@@ -32,7 +33,7 @@ def padded_prompt(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cache's geometry for a request, and what surrounds it in memory.
+    """A cache's geometry for a request, and what surrounds it in memory, on one device.
 
     Attributes:
         recipe: how the cache is kept, with a number for a share of the longest row.
@@ -140,7 +141,9 @@ class Plan:
                         f"{shape.pages(part):,} pages in the pool",
                     )
                 )
-        held = shape.nbytes / shape.rows / self.tokens
+        if shape.devices > 1:
+            lines.insert(0, ("devices", f"{shape.devices} share the heads; bytes are of each"))
+        held = shape.nbytes / shape.rows / self.tokens * shape.devices
         lines += [
             (
                 "bytes a token",
@@ -194,6 +197,7 @@ def plan(
     parameter_bytes: int,
     memory_bytes: int | None = None,
     parks: bool = False,
+    tp: int = 1,
 ) -> Plan:
     """Size a cache for ``batch_size`` rows of the longest prompt and answer.
 
@@ -202,10 +206,13 @@ def plan(
 
     Args:
         parks: whether there is to be room for one more prompt, which several rows share.
+        tp: devices that share the heads; bytes are those of one of them.
 
     Raises:
-        UsageError: the recipe does not fit the model or the prompt.
+        UsageError: the recipe does not fit the model, the prompt or the devices.
     """
+    check_recipe(recipe, config, tp)
+    own = of_device(config, tp)
     prompt = padded_prompt(prompt_tokens)
     tokens = min(prompt + max_new_tokens, config.context_length)
     recipe = recipe.for_longest(tokens)
@@ -213,10 +220,10 @@ def plan(
     if recipe.segmenter is not None:
         segments = max_new_tokens // recipe.segmenter.every + 1
     geometry = Geometry(
-        layers=layers_of(recipe, config, tokens, prompt, max_new_tokens),
+        layers=layers_of(recipe, config, tokens, prompt, max_new_tokens, tp),
         rows=batch_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
         head_dim=config.head_dim,
         dtype=jnp.dtype(dtype),
         segments=segments,
@@ -225,10 +232,11 @@ def plan(
         projector=recipe.projector,
         span=tokens if recipe.projector else 0,
         longest=batch_size + 1 if parks else None,
+        devices=tp,
     )
     _check_budget(recipe, prompt_tokens, max_new_tokens)
     chunk = min(prompt, PREFILL_CHUNK)
-    working = prefill_row_bytes(config, geometry.layers, chunk, dtype)
+    working = prefill_row_bytes(own, geometry.layers, chunk, dtype)
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working, parks)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.cache import KVCache
 from kvjax.cache.pages import take_pages
+from kvjax.sharding import per_shard
 from kvjax.thoughts.state import no_thoughts
 from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.layout import SLOT_AXIS
@@ -71,6 +72,7 @@ def copy_rows(cache: KVCache, lent: Sequence[int]) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
+@per_shard(lambda pools, free, tables, **_: {"pools": pools, "tables": tables, "free": free})
 def _copied_pages(pools, free, tables, lent) -> dict[str, Any]:
     copied = []
     for pool, left, table in zip(pools, free, tables, strict=True):

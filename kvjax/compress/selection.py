@@ -11,6 +11,7 @@ from kvjax.compress.context import Context
 from kvjax.compress.keep import keep_mask, protected
 from kvjax.compress.refit import Change, keys_to_store, match, read_classes
 from kvjax.recipes import Recipe
+from kvjax.sharding.across import own
 from pallas_kernels.read import plain_keys, plain_values
 
 
@@ -120,7 +121,7 @@ def selection(
     must |= pos >= rows.leaving[:, None, None]
     room = recipe.room(rows.length, live.sum(-1, dtype=jnp.int32))
     if budgets is not None:
-        room = jnp.broadcast_to(jnp.asarray(budgets, jnp.int32), live.shape[:2])
+        room = jnp.broadcast_to(own(jnp.asarray(budgets, jnp.int32))[None], live.shape[:2])
     ctx = dataclasses.replace(ctx, must=must, room=room)
     choose = getattr(selector, "choose", None)
     scores, as_is = choose(ctx) if choose else (selector(ctx), jnp.zeros_like(live))

@@ -74,27 +74,34 @@ class Batch:
     """Requests that share the rows of a plan: each takes a row when one is free.
 
     Attributes:
+        lm: the model, on the devices that have the rows.
         flights: by row, whose pages it holds; None where it is empty.
         prompts: those that are or will be parked, by their number, where there are several samples.
         numerical_error: the last request's error whose logits were not finite.
+
+    Args:
+        waiting: the requests, for whichever batch has room first.
+        together: all batches that take from these.
     """
 
     def __init__(
         self,
         lm: LanguageModel,
-        requests: list[Request],
+        waiting: collections.deque[Request],
         options: Options,
         planned: Plan,
         clock: Clock,
+        together: list["Batch"],
     ):
+        self.lm = lm
         self.flights: list[Flight | None] = [None] * planned.geometry.rows
         self.prompts: dict[int, Prompt] = {}
         self.numerical_error: str | None = None
-        self._waiting = collections.deque(requests)
+        self._waiting, self._together = waiting, together
         self._unread: list[Flight] = []  # that have begun and whose end has not been seen
-        self._limit = sum(request.max_new for request in requests)
+        self._limit = sum(request.max_new for request in waiting)
         self._generated = 0
-        self._lm, self._options, self._planned, self._clock = lm, options, planned, clock
+        self._options, self._planned, self._clock = options, planned, clock
         self._lap = Lap(clock)
 
     def busy(self) -> bool:
@@ -135,9 +142,9 @@ class Batch:
             pages, lent = self._pages(request, request.max_new), ()
             needed = pages
             if self._options.samples > 1:
-                lent = lent_pages(self._lm, self._options, len(request.ids))
+                lent = lent_pages(self.lm, self._options, len(request.ids))
                 if any(lent):  # there is one class a layer then
-                    pages = pages - self._lm.config.num_kv_heads * np.array(lent)
+                    pages = pages - self._planned.geometry.num_kv_heads * np.array(lent)
                 prompt = self.prompts.get(request.row) or Prompt(self._pages(request, 0))
                 needed = pages if request.row in self.prompts else pages + prompt.pages
             # Who has the pools alone begins in any case: nothing else will come free.
@@ -147,7 +154,7 @@ class Batch:
             self._waiting.popleft()
             if self._options.samples > 1:
                 self.prompts[request.row] = prompt
-            own = Row(self._lm, request, self._options)
+            own = Row(self.lm, request, self._options)
             log = BytesLog(self._planned.geometry)
             self.flights[row] = new = Flight(own, log, Lap(self._clock), pages, lent)
             self._unread.append(new)
@@ -155,7 +162,7 @@ class Batch:
         return rows
 
     def _pages(self, request: Request, new: int) -> np.ndarray:
-        return pages_of_row(self._lm.config, self._planned, len(request.ids), new)
+        return pages_of_row(self.lm.config, self._planned, len(request.ids), new)
 
     def _free_pages(self) -> np.ndarray:
         """Pages of every class that nobody can come to own."""
@@ -210,7 +217,7 @@ class Batch:
             self._generated += len(new)
             log.add(i, **held)
             if not finite[i]:
-                wide = "" if self._lm.dtype == jnp.float32 else "try --dtype float32, or "
+                wide = "" if self.lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "
                     f"{len(row.tokens)} tokens; {wide}check the weights"
@@ -233,8 +240,8 @@ class Batch:
             if text:
                 yield self._text(flight.row, text)
             yield self._end(flight)
-        for request in self._waiting:
-            yield _not_begun(request, reason)
+        while self._waiting:
+            yield _not_begun(self._waiting.popleft(), reason)
 
     def _end(self, flight: Flight) -> Event:
         self._unread.remove(flight)
@@ -248,7 +255,7 @@ class Batch:
             finish_reason=row.finish,
             prompt_tokens=len(row.request.ids),
             reasoning=reasoning,
-            report=report(self._lm, self._options, self._planned, flight.lap, log, row),
+            report=report(self.lm, self._options, self._planned, flight.lap, log, row),
             error=row.error,
             history=log.history(self._options.recipe, len(row.request.ids)),
         )
@@ -260,11 +267,11 @@ class Batch:
         return Event("text", number, text=text, tokens=tokens, progress=progress, sample=sample)
 
     def _progress(self) -> Progress:
-        logs = [flight.log for flight in self.flights if flight is not None]
+        logs = [f.log for batch in self._together for f in batch.flights if f is not None]
         return Progress(
-            generated=self._generated,
+            generated=sum(batch._generated for batch in self._together),
             limit=self._limit,
-            tokens_per_s=self._lap.tokens_per_s(),
+            tokens_per_s=sum(batch._lap.tokens_per_s() for batch in self._together),
             live_tokens=round(sum(log.live_tokens for log in logs)),
             logical_tokens=sum(log.logical for log in logs),
             kv_bytes=sum(log.live_bytes for log in logs),

@@ -24,6 +24,8 @@ from kvjax.decoding.sampling import Sampling, sample
 from kvjax.dynakv.cached import as_stored, attend_step, latents
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
+from kvjax.sharding import per_shard
+from kvjax.sharding.across import summed
 from kvjax.thoughts import Thoughts
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import Implementation
@@ -80,7 +82,8 @@ class ChunkOutput:
         cache = state.cache
         # Numbers of their own: the cache's are in use again by the time that these are read.
         crowded, thoughts = jax.tree.map(lambda x: x + 0, (cache.crowded, cache.thoughts))
-        counts = cache.length + 0, *held(cache), crowded, thoughts, held_latents(cache)
+        of_heads = map(summed, held(cache))
+        counts = cache.length + 0, *of_heads, crowded, thoughts, held_latents(cache)
         return cls(tokens, real, state.finite, *counts)
 
 
@@ -104,6 +107,7 @@ def put_decoding(
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
+@per_shard(lambda cache, **_: DecodeState(cache, None, None, None), None)
 def start_decoding(
     cache: KVCache,
     logits: Float[Array, "B V"],
@@ -133,6 +137,7 @@ def start_decoding(
     static_argnames=("steps", "stop_ids", "width", "recipe", "kernel"),
     donate_argnames=("state",),
 )
+@per_shard("state", None)
 def decode_chunk(
     model: Decoder,
     state: DecodeState,

@@ -65,6 +65,8 @@ class Lap:
 
     def tokens_per_s(self) -> float:
         """Tokens a second after the first ones, compilation left out."""
+        if not self._marks:
+            return 0.0
         seconds = self._marks[-1][0] - self._marks[0][0]
         return sum(tokens for _, tokens in self._marks[1:]) / seconds if seconds > 0 else 0.0
 

@@ -1,6 +1,9 @@
 """An empty cache for a model: with the constants that its keys and its vocabulary need."""
 
 import dataclasses
+import functools
+
+import jax
 
 from kvjax.cache import KVCache, init_cache
 from kvjax.cache.geometry import Geometry
@@ -8,6 +11,7 @@ from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.notes import with_vocabulary
 from kvjax.dynakv.projector import read_spectra
 from kvjax.loading import LanguageModel
+from kvjax.sharding import per_shard
 
 
 def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
@@ -24,7 +28,15 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
     spectra = None
     if geometry.projector is not None:
         spectra = read_spectra(geometry.projector, lm).layers
-    cache = init_cache(geometry, key_bases(lm) if based else None, spectra)
+    bases = key_bases(lm) if based else None
+    cache = init_cache(geometry, bases, spectra) if lm.mesh is None else _spread(bases, geometry=geometry)
     if cache.ledger is None:
         return cache
     return dataclasses.replace(cache, ledger=with_vocabulary(cache.ledger, lm))
+
+
+@functools.partial(jax.jit, static_argnames=("geometry",))
+@per_shard(lambda bases, geometry: jax.eval_shape(lambda: init_cache(geometry)))
+def _spread(bases, *, geometry: Geometry) -> KVCache:
+    """What each device of a mesh has."""
+    return init_cache(geometry, bases)

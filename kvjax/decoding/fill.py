@@ -15,6 +15,7 @@ from kvjax.decoding.prompts import prefill_prompts
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.sampling import Sampling
 from kvjax.loading import LanguageModel
+from kvjax.sharding import per_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,5 +163,5 @@ def sampling_of(samples: Sequence[int], options: Options) -> Sampling | None:
     )
 
 
-_reset_layer = jax.jit(reset_layer, donate_argnums=0)
+_reset_layer = jax.jit(per_shard("layer")(reset_layer), donate_argnums=0)
 _reset_counters = jax.jit(reset_counters)

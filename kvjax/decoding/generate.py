@@ -22,6 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
+from kvjax.sharding import data_groups, shards
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options) -> list[Result]:
@@ -137,7 +138,8 @@ def stream(
         yield from _failed(Request(row, (), 0, False), error, samples)
     if not requests:
         return
-    rows = min(batch_size, samples * len(requests))
+    at_once = min(batch_size, samples * len(requests))
+    rows = -(-at_once // data_groups(lm.mesh))
 
     def planned(prompt_tokens: int, rows: int = rows) -> Plan:
         return plan(
@@ -150,6 +152,7 @@ def stream(
             parameter_bytes=lm.nbytes,
             memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
             parks=samples > 1,
+            tp=shards(lm.mesh),
         )
 
     lengths = [len(request.ids) for request in requests]

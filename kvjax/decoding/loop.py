@@ -1,5 +1,6 @@
 """The loop on the host: dispatches chunks, and reads each while the next one runs."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -23,7 +24,9 @@ from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
+from kvjax.sharding import groups, on
 
+DISPATCHED = None
 NARROWEST = 1024
 """Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
 
@@ -40,7 +43,8 @@ def decode_all(
     """Decode requests in the rows of a plan; one that ends makes room for the next.
 
     Rows start and end at different times, but all step together, and every row's work on its cache
-    is counted from its own first token. A request's tokens are the same as if it were alone.
+    is counted from its own first token. A request's tokens are the same as if it were alone. Data
+    parallel groups of devices have such rows each, and take requests from the same queue.
 
     Args:
         should_stop: asked before every chunk and before rows are filled; True ends every request
@@ -52,10 +56,28 @@ def decode_all(
     """
     options = dataclasses.replace(options, recipe=planned.recipe)
     with Clock() as clock:
-        batch = Batch(lm, requests, options, planned, clock)
-        yield from _run(lm, batch, planned, options, should_stop)
-    if batch.numerical_error and alone:
-        raise NumericalError(batch.numerical_error)
+        waiting, batches = collections.deque(requests), []
+        for own in groups(lm):
+            batches.append(Batch(own, waiting, options, planned, clock, batches))
+        runs = [_run(batch.lm, batch, planned, options, should_stop) for batch in batches]
+        yield from _in_turns(runs)
+    errors = [batch.numerical_error for batch in batches if batch.numerical_error]
+    if errors and alone:
+        raise NumericalError(errors[0])
+
+
+def _in_turns(runs: list[Iterator[Event | None]]) -> Iterator[Event]:
+    """The events of several groups of devices, each of which is kept busy in its turn."""
+    turn, told = collections.deque(runs), set()
+    while turn:
+        run = turn.popleft()
+        for event in run:
+            if event is DISPATCHED:
+                turn.append(run)
+                break
+            if event.kind != "phase" or event.phase not in told:
+                told.add(event.phase)
+                yield event
 
 
 def _run(
@@ -64,8 +86,11 @@ def _run(
     planned: Plan,
     options: Options,
     should_stop: Callable[[], bool],
-) -> Iterator[Event]:
-    """Fill free rows, dispatch a chunk, and read what was dispatched before it."""
+) -> Iterator[Event | None]:
+    """Fill free rows, dispatch a chunk, and read what was dispatched before it.
+
+    Yields ``DISPATCHED`` before it reads, which waits for the devices.
+    """
     state, sampling = None, sampling_of(batch.samples(), options)
     dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
     phase = ""
@@ -76,20 +101,23 @@ def _run(
         if state is None:
             phase = "prefill"
             yield Event("phase", phase=phase)
-            state = idle_state(empty_cache(lm, planned.geometry))
+            with on(lm.mesh):
+                state = idle_state(empty_cache(lm, planned.geometry))
         idle, filled = not dispatched, []
-        over = batch.vacate()
-        for rows in _together(list(over), planned):
-            state = empty_rows(state, rows, over[rows[0]].lent)
-        for parked in batch.unpark():
-            state = drop_prompt(state, parked)
-        for rows in _together(batch.admit(), planned):
-            flights = [batch.flights[row] for row in rows]
-            state, output = _fill(lm, state, batch, rows, flights, options)
-            filled.append((output, flights))
-            if options.samples > 1:
-                sampling = sampling_of(batch.samples(), options)
+        with on(lm.mesh):
+            over = batch.vacate()
+            for rows in _together(list(over), planned):
+                state = empty_rows(state, rows, over[rows[0]].lent)
+            for parked in batch.unpark():
+                state = drop_prompt(state, parked)
+            for rows in _together(batch.admit(), planned):
+                flights = [batch.flights[row] for row in rows]
+                state, output = _fill(lm, state, batch, rows, flights, options)
+                filled.append((output, flights))
+                if options.samples > 1:
+                    sampling = sampling_of(batch.samples(), options)
         if idle and filled:  # the device has nothing else to do: tell the first tokens at once
+            yield DISPATCHED
             for output, flights in filled:
                 yield from batch.take(output, flights)
             continue
@@ -98,8 +126,10 @@ def _run(
             if phase == "prefill":
                 phase = "decode"
                 yield Event("phase", phase=phase)
-            state, output = _chunk(lm, state, sampling, batch, options)
+            with on(lm.mesh):
+                state, output = _chunk(lm, state, sampling, batch, options)
             dispatched.append((output, list(batch.flights)))
+        yield DISPATCHED
         for output, flights in before:
             yield from batch.take(output, flights)
 

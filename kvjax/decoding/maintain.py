@@ -18,6 +18,8 @@ from kvjax.decoding.repeat import repeated_queries
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
+from kvjax.sharding import per_shard
+from kvjax.sharding.across import summed
 from kvjax.thoughts import Thoughts
 from kvjax.thoughts.demotion import make_fit, refresh
 from kvjax.thoughts.pages import Segments, last_sparsity, retire, settle_levels
@@ -151,6 +153,7 @@ def _tell_thoughts(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "corrected"))
+@per_shard(None)
 def _sparsity(layer: LayerCache, length, *, config: ModelConfig, corrected: bool):
     return last_sparsity(layer, config.scale, length, corrected, config)
 
@@ -233,6 +236,7 @@ def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
     ),
     donate_argnames=("layer", "crowded"),
 )
+@per_shard("layer", None)
 def _settle(
     layer: LayerCache,
     rows: Rows,
@@ -272,4 +276,4 @@ def _settle(
     if demotes:
         given = recipe.retention, recipe.compactor, scale, rows.length
         layer = retire(layer, thoughts, segments, *given, demoting)
-    return layer, crowded + lost
+    return layer, crowded + summed(lost)

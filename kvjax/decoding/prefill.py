@@ -26,9 +26,11 @@ from kvjax.models.attention import (
 )
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.models.layers import linear, rms_norm
+from kvjax.models.layers import embedded, logits_of, rms_norm
 from kvjax.models.rope import rotation
 from kvjax.recipes import Recipe, full
+from kvjax.sharding import per_shard
+from kvjax.sharding.across import summed
 from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.read import plain_keys, plain_values
 
@@ -131,6 +133,7 @@ def read_layers(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
+@per_shard(None, None, None)
 def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, recipe: Recipe):
     """Embeddings, rotary angles and where each row stands."""
     positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -147,7 +150,8 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
         select=count > 0,
         seed=jnp.asarray(seed, jnp.int32),
     )
-    return embed[...][tokens], rotation(positions, config.rope, config.head_dim), rows
+    x = embedded(embed[...], tokens, config.vocab_size)
+    return x, rotation(positions, config.rope, config.head_dim), rows
 
 
 @functools.partial(
@@ -155,6 +159,7 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
     static_argnames=("config", "recipe", "policy", "window", "settles", "selects"),
     donate_argnames=("layer", "x", "crowded"),
 )
+@per_shard(None, "layer", None)
 def _read(
     module,
     layer: LayerCache,
@@ -169,7 +174,7 @@ def _read(
     policy,
     window,
     settles,
-    selects=True,
+    selects,
 ):
     """One layer: attend, and settle what was read."""
     offset = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -201,17 +206,18 @@ def _read(
         kept, lost = settle(
             kept, index, recipe, policy, config.scale, window, after, new, select=selects
         )
-        return result, (kept, crowded + lost)
+        return result, (kept, crowded + summed(lost))
 
     x, (layer, crowded) = module(x, angles, attend, recipe.key_stage)
     return x, layer, crowded
 
 
 @functools.partial(jax.jit, static_argnames=("eps",), donate_argnames=("logits",))
+@per_shard(None)
 def _finish(norm, head, logits, x, count, *, eps: float):
     """Logits after each row's last token."""
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-    new = linear(rms_norm(last, norm[...], eps), head[...], dtype=jnp.float32)
+    new = logits_of(rms_norm(last, norm[...], eps), head[...], logits.shape[1])
     return jnp.where((count > 0)[:, None], new, logits)
 
 

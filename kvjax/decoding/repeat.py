@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache
@@ -17,6 +18,8 @@ from kvjax.models.attention import add_sinks
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
+from kvjax.sharding import per_shard
+from kvjax.sharding.across import AXIS
 
 
 def repeated_queries(
@@ -62,6 +65,7 @@ def _script(instruction, tokens, length, *, count: int):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "window"), donate_argnames=("x",))
+@per_shard(None, PartitionSpec(None, None, AXIS))
 def _read(
     module,
     layer: LayerCache,

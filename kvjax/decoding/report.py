@@ -31,7 +31,7 @@ class BytesLog:
         for index, held in enumerate(geometry.page_bytes):
             self._page_bytes[index, : len(held)] = held
         # What a row has whatever it holds: its last queries.
-        self._fixed = geometry.query_bytes // geometry.rows
+        self._fixed = geometry.devices * geometry.query_bytes // geometry.rows
         self._slots = np.zeros(size, np.int64)
         self._most = np.zeros(size, np.int64)
         self._latents: np.ndarray | None = None
@@ -111,13 +111,13 @@ class BytesLog:
         """Tokens held, averaged over layers and KV heads."""
         if self._latents is not None:
             return float(self._latents[:, 0].mean())
-        heads = len(self._geometry.layers) * self._geometry.num_kv_heads
+        heads = len(self._geometry.layers) * self._geometry.all_kv_heads
         return int(self._slots.sum()) / heads
 
     def as_dict(self) -> dict[str, Any]:
         """Ratios are of bytes in owned pages to a bare bfloat16 cache of all logical tokens."""
         shape = self._geometry
-        heads = len(shape.layers) * shape.num_kv_heads
+        heads = len(shape.layers) * shape.all_kv_heads
         held = collections.Counter()
         recent, coded = 0.0, 0
         for layer, slots in zip(shape.layers, self._slots, strict=True):
@@ -155,7 +155,7 @@ class BytesLog:
                 "metadata": round(held["metadata"]),
                 "fp_buffer": round(recent) + self._fixed,
                 "total_live": self.live_bytes,
-                "pool_allocated": shape.nbytes,
+                "pool_allocated": shape.devices * shape.nbytes,
                 "full_bf16": self.full_bytes,
             },
             "ratio": {
@@ -175,7 +175,7 @@ class BytesLog:
         shape = self._geometry
         if self._latents is None:
             held = self._slots.sum(1)
-            return [{"live_tokens": int(slots) / shape.num_kv_heads} for slots in held]
+            return [{"live_tokens": int(slots) / shape.all_kv_heads} for slots in held]
         shares = self._latents[:, 2:] / np.maximum(self._latents[:, 1:2] * shape.width, 1)
         return [
             {"live_tokens": int(tokens), "rate_keys": float(keys), "rate_values": float(values)}

@@ -1,7 +1,9 @@
 """The decoder of every supported family, in Flax NNX.
 
 A module holds parameters and nothing else. Keys and values go through the ``attend`` function that
-the caller passes in, with whatever cache it threads through the layers.
+the caller passes in, with whatever cache it threads through the layers. A parameter's ``split`` is
+the axis that tensor parallel devices share (``kvjax.sharding``): a device has whole KV heads, with
+their queries, and channels of the feed-forward layers, and a module takes what shapes say.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.experts import Experts
-from kvjax.models.layers import linear, rms_norm
+from kvjax.models.layers import embedded, linear, logits_of, rms_norm, row_parallel
 from kvjax.models.rope import rotate, rotation
 
 # attend(layer index, layer cache, q [B,T,Hq,D], k [B,T,Hkv,D], v [B,T,Hkv,D], sinks f32[Hq] | None)
@@ -45,13 +47,15 @@ class Attention(nnx.Module):
         hidden, dim = config.hidden_size, config.head_dim
         fused = (config.num_kv_heads, config.group + 2, dim)
         self.config = config
-        self.qkv = nnx.Param(_normal(rngs.params(), (*fused, hidden), dtype))
-        self.qkv_bias = nnx.Param(jnp.zeros(fused, dtype)) if config.qkv_bias else None
-        self.out = nnx.Param(_normal(rngs.params(), (hidden, config.num_heads * dim), dtype))
+        self.qkv = nnx.Param(_normal(rngs.params(), (*fused, hidden), dtype), split=0)
+        self.qkv_bias = nnx.Param(jnp.zeros(fused, dtype), split=0) if config.qkv_bias else None
+        shape = (hidden, config.num_heads * dim)
+        self.out = nnx.Param(_normal(rngs.params(), shape, dtype), split=1)
         self.out_bias = nnx.Param(jnp.zeros((hidden,), dtype)) if config.out_bias else None
         self.q_norm = nnx.Param(jnp.ones((dim,), dtype)) if config.qk_norm else None
         self.k_norm = nnx.Param(jnp.ones((dim,), dtype)) if config.qk_norm else None
-        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.sinks else None
+        sinks = (config.num_heads,)
+        self.sinks = nnx.Param(jnp.zeros(sinks, dtype), split=0) if config.sinks else None
 
     def heads(
         self, x: Float[Array, "B T E"], *, raw_keys: bool = False
@@ -59,7 +63,7 @@ class Attention(nnx.Module):
         """Queries, keys and values before rotation, out of one product."""
         config = self.config
         fused = linear(x, self.qkv[...], _value(self.qkv_bias))
-        q = fused[:, :, :, : config.group].reshape(*x.shape[:2], config.num_heads, config.head_dim)
+        q = fused[:, :, :, : config.group].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = fused[:, :, :, config.group], fused[:, :, :, config.group + 1]
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
@@ -84,7 +88,7 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         out, cache = attend(rotate(q, *angles), k, v, sinks)
         out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
-        return linear(out, self.out[...], _value(self.out_bias)), cache
+        return row_parallel(out, self.out[...], _value(self.out_bias)), cache
 
 
 class MLP(nnx.Module):
@@ -97,15 +101,16 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = nnx.Param(_normal(rngs.params(), (2, inner, hidden), dtype))
-        self.gate_up_bias = nnx.Param(jnp.zeros((2, inner), dtype)) if config.mlp_bias else None
-        self.down = nnx.Param(_normal(rngs.params(), (hidden, inner), dtype))
-        self.down_bias = nnx.Param(jnp.zeros((hidden,), dtype)) if config.mlp_bias else None
+        biases = config.mlp_bias
+        self.gate_up = nnx.Param(_normal(rngs.params(), (2, inner, hidden), dtype), split=1)
+        self.gate_up_bias = nnx.Param(jnp.zeros((2, inner), dtype), split=1) if biases else None
+        self.down = nnx.Param(_normal(rngs.params(), (hidden, inner), dtype), split=1)
+        self.down_bias = nnx.Param(jnp.zeros((hidden,), dtype)) if biases else None
 
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         both = linear(x, self.gate_up[...], _value(self.gate_up_bias))
         inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
-        return linear(inner, self.down[...], _value(self.down_bias))
+        return row_parallel(inner, self.down[...], _value(self.down_bias))
 
 
 class Layer(nnx.Module):
@@ -147,12 +152,12 @@ class Decoder(nnx.Module):
         """Random parameters; under ``nnx.eval_shape``, only their shapes."""
         table = (config.vocab_size, config.hidden_size)
         self.config = config
-        self.embed = nnx.Param(_normal(rngs.params(), table, dtype))
+        self.embed = nnx.Param(_normal(rngs.params(), table, dtype), split=0)
         layers = range(config.num_layers)
         self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in layers])
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         tied = config.tie_embeddings
-        self.lm_head = None if tied else nnx.Param(_normal(rngs.params(), table, dtype))
+        self.lm_head = None if tied else nnx.Param(_normal(rngs.params(), table, dtype), split=0)
 
     def __call__(
         self,
@@ -173,7 +178,7 @@ class Decoder(nnx.Module):
             The hidden states after the final norm, and the layers' new caches.
         """
         config = self.config
-        x = self.embed[...][tokens]
+        x = embedded(self.embed[...], tokens, config.vocab_size)
         angles = rotation(positions, config.rope, config.head_dim)
         caches = []
         for index, (layer, cache) in enumerate(zip(self.layers, layers, strict=True)):
@@ -184,7 +189,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Float32 scores of the next token."""
         head = self.embed if self.lm_head is None else self.lm_head
-        return linear(hidden, head[...], dtype=jnp.float32)
+        return logits_of(hidden, head[...], self.config.vocab_size)
 
 
 def _bind(attend: Attend, index: int, cache: Any) -> Attend:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.layers import linear, precision
+from kvjax.sharding.across import here_once, summed
 
 
 class Experts(nnx.Module):
@@ -25,9 +26,10 @@ class Experts(nnx.Module):
         self.config = config
         self.router = nnx.Param(normal(rngs.params(), (experts, hidden), dtype))
         self.router_bias = nnx.Param(jnp.zeros((experts,), dtype))
-        self.gate_up = nnx.Param(normal(rngs.params(), (experts, hidden, 2 * inner), dtype))
-        self.gate_up_bias = nnx.Param(jnp.zeros((experts, 2 * inner), dtype))
-        self.down = nnx.Param(normal(rngs.params(), (experts, inner, hidden), dtype))
+        shape = (experts, hidden, 2 * inner)
+        self.gate_up = nnx.Param(normal(rngs.params(), shape, dtype), split=2)
+        self.gate_up_bias = nnx.Param(jnp.zeros((experts, 2 * inner), dtype), split=1)
+        self.down = nnx.Param(normal(rngs.params(), (experts, inner, hidden), dtype), split=1)
         self.down_bias = nnx.Param(jnp.zeros((experts, hidden), dtype))
 
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -40,9 +42,9 @@ class Experts(nnx.Module):
         counts = jnp.bincount(experts, length=self.config.num_experts).astype(jnp.int32)
         rows = tokens[order // self.config.experts_per_token]
         inner = self.activate(_grouped(rows, self.gate_up[...], counts) + self.gate_up_bias[chosen])
-        out = _grouped(inner, self.down[...], counts) + self.down_bias[chosen]
+        out = _grouped(inner, self.down[...], counts) + here_once(self.down_bias[...])[chosen]
         out = out[jnp.argsort(order)].reshape(*weights.shape, -1)
-        mixed = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1)
+        mixed = summed(jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1))
         return mixed.astype(x.dtype).reshape(x.shape)
 
     def route(self, x: Float[Array, "N E"]) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:

@@ -1,9 +1,11 @@
-"""The two operations that every layer is made of, with weights laid out as in Hugging Face's."""
+"""The operations that a model is made of, with weights laid out as in Hugging Face's."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from kvjax.sharding.across import gathered, here_once, numbers, summed
 
 
 def precision(dtype: DTypeLike) -> jax.lax.Precision | None:
@@ -33,6 +35,32 @@ def linear(
     if bias is None:
         return out
     return out + bias.reshape((1,) * (x.ndim - 1) + bias.shape).astype(out.dtype)
+
+
+def row_parallel(
+    x: Float[Array, "*B K"], weight: Float[Array, "N K"], bias: Float[Array, " N"] | None = None
+) -> Float[Array, "*B N"]:
+    """``linear`` where devices share what is contracted: each has a term of the sum."""
+    return summed(linear(x, weight, None if bias is None else here_once(bias)))
+
+
+def embedded(
+    table: Float[Array, "V E"], tokens: Int[Array, "*B"], vocab_size: int
+) -> Float[Array, "*B E"]:
+    """The tokens' rows of a table, of which a device may have a part."""
+    if len(table) == vocab_size:
+        return table[tokens]
+    place = tokens - numbers(len(table))[0]
+    here = (place >= 0) & (place < len(table))
+    return summed(jnp.where(here[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0))
+
+
+def logits_of(
+    hidden: Float[Array, "*B E"], head: Float[Array, "V E"], vocab_size: int
+) -> Float[Array, "*B W"]:
+    """Float32 scores of all tokens, of which a device may have the rows of some."""
+    found = linear(hidden, head, dtype=jnp.float32)
+    return found if len(head) == vocab_size else gathered(found, found.ndim - 1)
 
 
 def _product(

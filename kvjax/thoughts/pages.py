@@ -13,6 +13,7 @@ from kvjax.compress.context import Context
 from kvjax.dynakv.cached import held_keys
 from kvjax.matching import AttentionMatching
 from kvjax.models.config import ModelConfig
+from kvjax.sharding.across import gathered
 from kvjax.thoughts.inherit import inherit
 from kvjax.thoughts.latents import segment_levels
 from kvjax.thoughts.retention import Retention, survivals
@@ -52,7 +53,7 @@ def last_sparsity(
         live = (bias > -jnp.inf) & (at >= 0)
         logits.append(jnp.where(live, dots + bias, -jnp.inf))
         pos.append(jnp.where(live, at, jnp.iinfo(jnp.int32).max))
-    logit, where = jnp.concatenate(logits, -1), jnp.concatenate(pos, -1)
+    logit, where = (gathered(jnp.concatenate(x, -1), axis=1) for x in (logits, pos))
     top = logit.max(-1, keepdims=True)
     weight = jnp.exp(logit - jnp.where(top > -jnp.inf, top, 0))
     weight /= jnp.maximum(weight.sum(-1, keepdims=True), 1e-30) * logit.shape[1]

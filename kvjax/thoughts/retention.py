@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.selectors.random import draws
 from kvjax.errors import UsageError
+from kvjax.sharding.across import gathered, numbers
 from kvjax.thoughts.kmeans import cluster_centers
 
 Chooser = Literal["kmeans", "strided", "random", "attention"]
@@ -95,10 +96,13 @@ def survivals(
     """
     rows, heads, tokens, _ = keys.shape
     if retention.shared:
+        keys = gathered(keys, axis=1)
+        scores = None if scores is None else gathered(scores, axis=1)
         keys = keys.swapaxes(1, 2).reshape(rows, 1, tokens, -1)
         scores = None if scores is None else scores.mean(1, keepdims=True)
     if retention.chooser == "random":
-        head = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :, None]
+        head = jnp.zeros(1, jnp.int32) if retention.shared else numbers(keys.shape[1])
+        head = head[None, :, None]
         scores = draws(seed, layer, head, pos[:, None])
         scores = jnp.broadcast_to(scores, keys.shape[:3])
     alive = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), keys.shape[:3])

@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from kvjax.errors import ModelError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.sharding import shards, widened
+from kvjax.sharding.program import parameter_spec
 from kvjax.weights.checkpoint import Checkpoint, check_finite
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -30,27 +33,43 @@ class Part:
     name: str
     shape: tuple[int, ...]
     place: tuple[Any, ...] = ()  # index into the parameter; () is all of it
+    heads: int = 0  # where the parameter may hold each of them several times
 
 
 Path = tuple[str | int, ...]
 Plan = dict[Path, tuple[Part, ...]]
 
 
-def load_decoder(config: ModelConfig, checkpoint: Checkpoint, dtype: Any) -> Decoder:
-    """A decoder with the checkpoint's weights, on JAX's default device.
+def load_decoder(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None = None
+) -> Decoder:
+    """A decoder with the checkpoint's weights.
 
-    One tensor at a time is in memory besides the parameters themselves.
+    One parameter at a time is in memory besides those that are on devices.
+
+    Args:
+        config: of the checkpoint.
+        checkpoint: the weights.
+        dtype: of the parameters.
+        mesh: the devices that share them, each of which gets its part alone; JAX's default device
+            if None. Where there are more of them than KV heads, heads are copied.
 
     Raises:
         ModelError: a tensor is missing, unexpected, of the wrong shape, or not finite.
     """
-    plan = check_tensors(config, checkpoint)
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    plan, devices = check_tensors(config, checkpoint), shards(mesh)
+    own = widened(config, devices)
+    abstract = nnx.eval_shape(lambda: Decoder(own, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
-    flat = {
-        path: param.replace(_parameter(plan[path], param.shape, param.dtype, checkpoint))
-        for path, param in nnx.to_flat_state(state)
-    }
+
+    def loaded(path: Path, param: nnx.Variable) -> nnx.Variable:
+        host = _parameter(plan[path], param.shape, param.dtype, checkpoint)
+        if mesh is None:  # nobody else holds `host`, so on a CPU JAX may take it over
+            return param.replace(jax.device_put(host))
+        spread = NamedSharding(mesh, parameter_spec(param, devices))
+        return param.replace(jax.make_array_from_callback(host.shape, spread, host.__getitem__))
+
+    flat = {path: loaded(path, param) for path, param in nnx.to_flat_state(state)}
     if config.tie_embeddings and _HEAD in checkpoint.names:
         _check_tied(checkpoint)
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -89,14 +108,16 @@ def parameter_plan(config: ModelConfig) -> Plan:
 
 
 def _attention_parts(config: ModelConfig) -> Iterator[tuple[Path, tuple[Part, ...]]]:
-    hidden, dim, group = config.hidden_size, config.head_dim, config.group
+    hidden, dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-    heads = (("q", queries, slice(group)), ("k", keys, group), ("v", keys, group + 1))
+    kv_heads = config.num_kv_heads
+    # From the end, since fewer queries share a head that is there several times.
+    heads = (("q", queries, slice(-2), 0), ("k", keys, -2, kv_heads), ("v", keys, -1, kv_heads))
 
     def fused(kind: str, *inner: int) -> tuple[Part, ...]:
         return tuple(
-            Part(f"self_attn.{head}_proj.{kind}", (rows, *inner), (slice(None), place))
-            for head, rows, place in heads
+            Part(f"self_attn.{head}_proj.{kind}", (rows, *inner), (slice(None), place), copied)
+            for head, rows, place, copied in heads
         )
 
     yield ("input_norm",), (Part("input_layernorm.weight", (hidden,)),)
@@ -178,15 +199,18 @@ def _list(names: set[str]) -> str:
 
 def _parameter(
     parts: tuple[Part, ...], shape: tuple[int, ...], dtype: Any, checkpoint: Checkpoint
-) -> jax.Array:
+) -> np.ndarray:
     host = _aligned_empty(shape, np.dtype(dtype))
     for part in parts:
         array = checkpoint.read(part.name)
         check_finite(array, part.name, checkpoint.source)
         place = host[part.place]
+        if part.heads and part.heads < len(place):
+            array = array.reshape(part.heads, *place.shape[1:])
+            array = np.repeat(array, len(place) // part.heads, axis=0)
         place[...] = array.reshape(place.shape).astype(dtype, copy=False)
         del array  # before the next one is read
-    return jax.device_put(host)  # nobody else holds `host`, so on a CPU JAX may take it over
+    return host
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

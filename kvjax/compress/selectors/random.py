@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from kvjax.compress.context import Context
+from kvjax.sharding.across import numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Random:
 
     def __call__(self, ctx: Context) -> Float[Array, "B Hkv S"]:
         """Float32 scores; the highest stay."""
-        head = jnp.arange(ctx.pos.shape[1], dtype=jnp.int32)[None, :, None]
+        head = numbers(ctx.pos.shape[1])[None, :, None]
         return draws(ctx.seed, jnp.int32(ctx.layer), ctx.length[:, None, None], head, ctx.pos)
 
 
