@@ -106,7 +106,7 @@ def device_bytes(model: Any, tp: int) -> int:
 
 def shards(mesh: Mesh | None) -> int:
     """Devices that share the heads."""
-    return 1 if mesh is None else mesh.shape[AXIS]
+    return 1 if mesh is None else mesh.shape.get(AXIS, 1)
 
 
 def data_groups(mesh: Mesh | None) -> int:

@@ -47,7 +47,7 @@ def specs(tree: Any, devices: int) -> Any:
 def parameter_spec(parameter: nnx.Variable, devices: int) -> PartitionSpec:
     """How a parameter is spread. A vocabulary that devices cannot share is on all of them."""
     axis = parameter.get_metadata(SPLIT, None)
-    if axis is None or parameter.shape[axis] % devices:
+    if devices == 1 or axis is None or parameter.shape[axis] % devices:
         return _EVERYWHERE
     return PartitionSpec(*[None] * axis, AXIS)
 

@@ -1,6 +1,7 @@
 """Programs compiled for an H200 that need not be there, and what can be read of them."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from kvjax.sharding import shards, specs
+from kvjax.sharding.across import AXIS
 from tests.aot import hlo
 
 TARGET = """
@@ -71,34 +74,41 @@ class Program:
 
 
 class H200:
-    """Compiles for one; slow to make, so made once.
+    """Compiles for one, or for several of a host; slow to make, so made once.
 
     Attributes:
         dump: a folder for XLA's dumps.
+        mesh: of an axis "x" for one, of an axis "tp" for several.
     """
 
-    def __init__(self, dump: pathlib.Path):
+    def __init__(self, dump: pathlib.Path, devices: int = 1):
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=TARGET, topology="1x1x1"
+            platform="cuda", target_config=TARGET, topology=f"1x{devices}x1"
         )
         self.dump = dump
-        self._mesh = Mesh(np.array(topology.devices), ("x",))
+        self.mesh = Mesh(np.array(topology.devices), ("x" if devices == 1 else AXIS,))
 
     def compile(self, function: Callable, *args: Any, options=None, **static: Any) -> Program:
         """Compile a jitted function.
 
         Args:
             function: jitted.
-            *args: trees of anything with a shape and a dtype.
+            *args: trees of anything with a shape and a dtype, spread as ``per_shard`` has them.
             options: XLA's, by name.
             **static: keyword arguments that are no arrays.
         """
-        sharding = NamedSharding(self._mesh, PartitionSpec())
-        args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-        )
+        names = list(inspect.signature(function).parameters)[: len(args)]
+        spread = specs(dict(zip(names, args, strict=True)), shards(self.mesh))
+
+        def placed(spec, tree):
+            place = NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
+            )
+
+        args = [jax.tree.map(placed, spread[n], arg) for n, arg in zip(names, args, strict=True)]
         folder = self.dump / str(len(list(self.dump.iterdir())))
-        with use_abstract_mesh(self._mesh.abstract_mesh):
+        with use_abstract_mesh(self.mesh.abstract_mesh):
             lowered = function.trace(*args, **static).lower(lowering_platforms=("cuda",))
             compiled = lowered.compile({"xla_dump_to": str(folder), **(options or {})})
         # The last of them is ".._after_thunk_passes", if those passes changed anything.
