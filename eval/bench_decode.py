@@ -14,22 +14,26 @@ import functools
 import pathlib
 import statistics
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from kvjax import recipes
-from kvjax.cache import KVCache, held, init_cache, plan
+from kvjax.cache import KVCache, held, plan
 from kvjax.cache.pages import take_pages
 from kvjax.cache.slots import replace_class
 from kvjax.decoding.chunk import DecodeState, decode_chunk
+from kvjax.decoding.empty import spread_cache
 from kvjax.decoding.maintain import maintain
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
+from kvjax.sharding import on, per_shard, shards
 from kvjax.thoughts import Sparsity
 from pallas_kernels import SCRATCH_PAGE
 
@@ -84,10 +88,12 @@ def filled(
     context: int,
     steps: int,
     held: list[int] | None = None,
+    tp: int = 1,
 ) -> DecodeState:
     """Every row at ``context`` tokens, those that are left of them with random keys and values.
 
     Args:
+        tp: devices of the mesh that this is called on; each has its heads' pages.
         held: tokens of a KV head in each coded class; what the recipe's budget leaves if None.
     """
     prompt = 64
@@ -99,12 +105,14 @@ def filled(
         max_new_tokens=context - prompt + steps,
         dtype=jnp.bfloat16,
         parameter_bytes=0,
+        tp=tp,
     )
     # The first class has a slot for each position modulo its capacity.
     recent = context if recipe.keeps_all else recipe.window
     others = [] if recipe.keeps_all else held or held_tokens(recipe, context, prompt)
 
     @functools.partial(jax.jit, donate_argnames="layer")
+    @per_shard("layer")
     def fill(layer, key):
         for index, count in enumerate((recent, *others)):
             pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
@@ -136,7 +144,7 @@ def filled(
             layer = replace_class(layer, index, pools=pool, tables=table, free=free)
         return layer
 
-    cache = init_cache(planned.geometry)
+    cache = spread_cache(None, geometry=planned.geometry)
     keys = jax.random.split(jax.random.key(1), config.num_layers)
     layers = tuple(fill(layer, key) for layer, key in zip(cache.layers, keys, strict=True))
     length = jnp.full(rows, context, jnp.int32)
@@ -157,6 +165,74 @@ def _random(key, like):
     return jax.random.bits(key, like.shape, like.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What a run of whole periods took.
+
+    Attributes:
+        raw_ms: milliseconds a step, one for each period.
+        first_s: of the first period, compilation included.
+        states: what each group of devices holds after it.
+    """
+
+    raw_ms: list[float]
+    first_s: float
+    states: list[DecodeState]
+
+
+def timed(
+    config: ModelConfig,
+    placed: Sequence[tuple[Mesh | None, Decoder]],
+    recipe: Recipe,
+    rows: int,
+    context: int,
+    repeats: int,
+    warm: int = 3,
+) -> Timed:
+    """Time ``decode_chunk`` and the maintenance between chunks, over whole periods of it.
+
+    Args:
+        placed: groups of devices, each with the model and ``rows`` rows of its own.
+        warm: periods before those that count: a command buffer is recorded in its second run.
+    """
+    tick = 16
+    ticks = _period(recipe) // tick
+    steps = tick * ticks * (repeats + warm)
+    begin = context // (tick * ticks) * tick * ticks  # so that maintenance falls where it would
+    states = []
+    for mesh, _ in placed:
+        with on(mesh):
+            states.append(filled(config, recipe, rows, context, steps, tp=shards(mesh)))
+    halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
+    raw = []
+    start = time.perf_counter()
+    for i in range(repeats + warm):
+
+        def tick_of(group: int, done: int):
+            mesh, model = placed[group]
+            state = states[group]
+            with on(mesh):
+                if not recipe.keeps_all:
+                    state = maintain(state, compress, config=config, recipe=recipe, done=done)
+                states[group], output = decode_chunk(
+                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe
+                )
+            return output
+
+        def period(i=i):
+            for j in range(ticks):
+                done = begin + (i * ticks + j) * tick
+                outputs = [tick_of(group, done) for group in range(len(placed))]
+            return outputs
+
+        seconds = _seconds(period)
+        if i == 0:
+            first_s = time.perf_counter() - start
+        if i >= warm:
+            raw.append(1000 * seconds / (tick * ticks))
+    return Timed(raw, first_s, states)
+
+
 def measure(
     config: ModelConfig,
     model: Decoder,
@@ -166,43 +242,15 @@ def measure(
     repeats: int,
     bandwidth: float,
 ) -> dict:
-    """Raw milliseconds a step for each of ``repeats`` chunks, and the roofline beside them.
-
-    A chunk is as many steps as a period of the recipe's maintenance has; what lies between its
-    ticks counts.
-    """
-    tick, warm = 16, 3  # a command buffer is recorded in its second run
-    ticks = _period(recipe) // tick
-    steps = tick * ticks * (repeats + warm)
-    begin = context // (tick * ticks) * tick * ticks  # so that maintenance falls where it would
-    state = filled(config, recipe, rows, context, steps)
+    """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them."""
+    found = timed(config, [(None, model)], recipe, rows, context, repeats)
+    [state] = found.states
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-    halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
-    raw = []
-    start = time.perf_counter()
-    for i in range(repeats + warm):
-
-        def period(i=i):
-            nonlocal state
-            for j in range(ticks):
-                if not recipe.keeps_all:
-                    done = begin + (i * ticks + j) * tick
-                    state = maintain(state, compress, config=config, recipe=recipe, done=done)
-                state, output = decode_chunk(
-                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe
-                )
-            return output
-
-        seconds = _seconds(period)
-        if i == 0:
-            first_s = time.perf_counter() - start
-        if i >= warm:
-            raw.append(1000 * seconds / (tick * ticks))
     embedding = config.vocab_size * config.hidden_size * 2  # one row of it is read, not all
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - embedding
     read = _bytes_read(state.cache)
     floor_ms = 1000 * (weights + read) / bandwidth
-    step_ms = statistics.median(raw)
+    step_ms = statistics.median(found.raw_ms)
     return {
         "method": recipe.name,
         "budget": recipe.budget,
@@ -214,8 +262,8 @@ def measure(
         "cache_bytes": held,
         "floor_ms": floor_ms,
         "fraction_of_roofline": floor_ms / step_ms,
-        "first_period_s": first_s,
-        "raw_ms": raw,
+        "first_period_s": found.first_s,
+        "raw_ms": found.raw_ms,
     }
 
 

@@ -29,7 +29,11 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
     if geometry.projector is not None:
         spectra = read_spectra(geometry.projector, lm).layers
     bases = key_bases(lm) if based else None
-    cache = init_cache(geometry, bases, spectra) if lm.mesh is None else _spread(bases, geometry=geometry)
+    cache = (
+        init_cache(geometry, bases, spectra)
+        if lm.mesh is None
+        else spread_cache(bases, geometry=geometry)
+    )
     if cache.ledger is None:
         return cache
     return dataclasses.replace(cache, ledger=with_vocabulary(cache.ledger, lm))
@@ -37,6 +41,6 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames=("geometry",))
 @per_shard(lambda bases, geometry: jax.eval_shape(lambda: init_cache(geometry)))
-def _spread(bases, *, geometry: Geometry) -> KVCache:
-    """What each device of a mesh has."""
+def spread_cache(bases, *, geometry: Geometry) -> KVCache:
+    """What each device of a mesh has: ``init_cache`` as one program, on the devices of the mesh."""
     return init_cache(geometry, bases)

@@ -54,7 +54,8 @@ def check_mesh(config: ModelConfig, tp: int) -> None:
     heads, inner = config.num_kv_heads, config.intermediate_size
     if heads % tp and tp % heads:
         raise UsageError(
-            f"tp {tp} and the model's {heads} KV heads do not divide each other: take {_near(heads)}"
+            f"tp {tp} does not divide the model's {heads} KV heads, nor do they divide it: take "
+            f"{_near(heads)}"
         )
     if config.num_heads % tp:
         raise UsageError(f"tp {tp} does not divide the model's {config.num_heads} query heads")
@@ -70,8 +71,8 @@ def check_recipe(recipe: "Recipe", config: ModelConfig, tp: int) -> None:
     """
     if tp > 1 and recipe.projector is not None:
         raise UsageError(
-            f"tp {tp} does not work with method {recipe.name} and an adapter, whose latents are one "
-            "for all heads: spread rows instead (dp)"
+            f"tp {tp} does not work with method {recipe.name} and an adapter, whose latents all "
+            "heads share: spread rows instead (dp)"
         )
 
 

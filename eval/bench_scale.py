@@ -1,0 +1,249 @@
+"""Decoding and training on several GPUs against one, with random weights.
+
+    python -m kvjax.eval.bench_scale tp --out eval/results/scale_tp_h200.json
+    python -m kvjax.eval.bench_scale dp --out eval/results/scale_dp_h200.json
+    python -m kvjax.eval.bench_scale train --out eval/results/scale_train_h200.json
+
+``tp``: milliseconds a decode step of Llama 3.1 8B's shape on one GPU and on ``--devices`` that
+share it, at batch sizes up to the largest that fits. ``dp``: tokens a second with rows on one GPU,
+and as many on each. ``train``: tokens a second of a DynaKV update of SmolLM2-135M's shape, with as
+many rows on each. What is timed are the programs that users run, over whole periods of maintenance.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.cache import plan
+from kvjax.dynakv.settings import SpectralSettings
+from kvjax.dynakv.spectrum import blank
+from kvjax.eval.bench_decode import LLAMA_8B, method_of, timed
+from kvjax.eval.record import run_record, write_json
+from kvjax.memory import device_memory
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.sharding import check_mesh, device_bytes, device_mesh, on, shards, specs
+from kvjax.sharding.across import AXIS
+from kvjax.train.dynakv.settings import TrainSettings
+from kvjax.train.dynakv.state import Trainer
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+LARGEST = 0
+"""As a batch size: as many rows as fit."""
+MOST = 512
+"""Rows that the largest batch has at most: beyond, a step takes long and tells little."""
+_ROOM = 0.85  # of the memory that weights and cache may take; a step's temporaries need some
+_WARM = 2
+
+
+def random_model(config: ModelConfig, mesh: Mesh | None) -> Decoder:
+    """A bfloat16 model on the devices of a mesh, or on JAX's default one, made where it lies."""
+
+    def make(key):
+        return Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=key))
+
+    check_mesh(config, shards(mesh))
+    spread = None
+    if mesh is not None:
+        abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+        spread = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
+            specs(abstract, shards(mesh)),
+            abstract,
+        )
+    with on(mesh):
+        return jax.block_until_ready(jax.jit(make, out_shardings=spread)(jax.random.key(0)))
+
+
+def largest_batch(config: ModelConfig, recipe, model: Decoder, context: int, tp: int) -> int:
+    """Rows of ``context`` tokens that fit each of the devices beside the weights."""
+    memory = device_memory()
+    planned = plan(
+        config,
+        recipe,
+        batch_size=1,
+        prompt_tokens=64,
+        max_new_tokens=context - 64,
+        dtype=jnp.bfloat16,
+        parameter_bytes=device_bytes(model, tp),
+        memory_bytes=int(_ROOM * memory),
+        tp=tp,
+    )
+    fits = min(planned.largest_batch(), MOST)
+    return fits // 8 * 8 or fits
+
+
+def decoding(
+    config: ModelConfig,
+    groups: list[list[jax.Device]],
+    methods: list[str],
+    batches: list[int],
+    *,
+    context: int,
+    budget: int,
+    repeats: int,
+) -> Iterator[dict]:
+    """Results of every method and batch size, on groups of devices with as many rows each."""
+    alone = groups == [jax.devices()[:1]]
+    meshes = [None if alone else Mesh(np.array(devices), (AXIS,)) for devices in groups]
+    placed = [(mesh, random_model(config, mesh)) for mesh in meshes]
+    for name in methods:
+        recipe = method_of(name, budget)
+        for batch in batches:
+            rows, tp = batch, len(groups[0])
+            if batch == LARGEST:
+                rows = largest_batch(config, recipe, placed[0][1], context, tp)
+            result = {
+                "method": name,
+                "tp": tp,
+                "dp": len(groups),
+                "batch": rows,
+                "context": context,
+            }
+            result |= {"largest": batch == LARGEST, "budget": recipe.budget}
+            try:
+                found = timed(config, placed, recipe, rows, context, repeats, _WARM)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                yield result | {"failed": "does not fit"}
+                continue
+            step_ms = statistics.median(found.raw_ms)
+            held = sum(leaf.nbytes for leaf in jax.tree.leaves(found.states[0].cache))
+            found = dataclasses.replace(found, states=[])  # makes room for the next one
+            yield result | {
+                "step_ms": step_ms,
+                "tokens_per_s": 1000 * rows * len(groups) / step_ms,
+                "weight_bytes_a_device": device_bytes(placed[0][1], tp),
+                "cache_bytes_a_device": held // tp,
+                "first_period_s": found.first_s,
+                "raw_ms": found.raw_ms,
+            }
+
+
+def training(
+    config: ModelConfig, devices: list[jax.Device], *, rows: int, seq_len: int, repeats: int
+) -> dict:
+    """Tokens a second of DynaKV updates with so many rows on each device."""
+    settings = TrainSettings(seq_len=seq_len, batch_size=rows * len(devices), grad_accum=1)
+    with jax.default_device(devices[0]):
+        model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        spectra = blank(config, SpectralSettings())
+        control = np.array([0, 1], np.float32)
+        trainer, state = Trainer.start(model, spectra, settings, control, devices)
+    shape = (1, settings.batch_size, seq_len)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
+    raw = []
+    for _ in range(repeats + _WARM):
+        began = time.perf_counter()
+        state, found = trainer.update(state, tokens, np.ones(shape, bool))
+        jax.block_until_ready((state, found))
+        raw.append(time.perf_counter() - began)
+    first, raw = raw[0], raw[_WARM:]
+    return {
+        "devices": len(devices),
+        "rows_a_device": rows,
+        "seq_len": seq_len,
+        "tokens_per_s": tokens.size / statistics.median(raw),
+        "first_step_s": first,
+        "raw_s": raw,
+    }
+
+
+def results(args: argparse.Namespace) -> Iterator[dict]:
+    """What the command line asks for, one after the other."""
+    devices = list(device_mesh(args.devices).devices.flat)
+    if args.part == "train":
+        config = ModelConfig.from_hf(SMOLLM2 | _depth(args))
+        size = {"rows": args.rows, "seq_len": args.seq_len, "repeats": args.repeats}
+        for count in (1, len(devices)):
+            yield training(config, devices[:count], **size)
+        return
+    config = ModelConfig.from_hf(LLAMA_8B | _depth(args))
+    size = {"context": args.context, "budget": args.budget, "repeats": args.repeats}
+    apart = [[device] for device in devices]
+    for groups in ([devices[:1]], [devices] if args.part == "tp" else apart):
+        yield from decoding(config, groups, args.methods, args.batch, **size)
+
+
+def _depth(args: argparse.Namespace) -> dict[str, int]:
+    return {} if args.layers is None else {"num_hidden_layers": args.layers}
+
+
+def _line(result: dict) -> str:
+    """A result in a line."""
+    if "rows_a_device" in result:
+        return (
+            f"train     {result['devices']} devices  {result['rows_a_device']} rows each  "
+            f"{result['tokens_per_s']:10.0f} tokens/s  first {result['first_step_s']:.1f} s"
+        )
+    what = f"{result['method']:8} tp {result['tp']} dp {result['dp']}  batch {result['batch']:4d}"
+    if "failed" in result:
+        return f"{what}  {result['failed']}"
+    return (
+        f"{what}  {result['step_ms']:8.3f} ms/step  {result['tokens_per_s']:8.0f} tokens/s  "
+        f"{result['cache_bytes_a_device'] / 2**30:6.2f} GiB of cache a device  "
+        f"first {result['first_period_s']:.1f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name in ("tp", "dp", "train"):
+        part = parts.add_parser(name)
+        part.add_argument("--devices", type=int, default=2)
+        part.add_argument("--repeats", type=int, default=5)
+        part.add_argument("--layers", type=int, help="fewer than the model has")
+        part.add_argument("--commit", help="of the code, where this runs outside a checkout")
+        part.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
+        if name == "train":
+            part.add_argument("--rows", type=int, default=8, help="of each device")
+            part.add_argument("--seq-len", type=int, default=1024)
+            continue
+        batch = [1, 32, LARGEST] if name == "tp" else [32]
+        part.add_argument(
+            "--batch", type=int, nargs="+", default=batch, help=f"{LARGEST}: the largest that fits"
+        )
+        part.add_argument(
+            "--methods", nargs="+", choices=("full", "thinkv"), default=["full", "thinkv"]
+        )
+        part.add_argument("--context", type=int, default=4096)
+        part.add_argument("--budget", type=int, default=1024, help="of what evicts")
+    args = parser.parse_args()
+    record = {
+        "run": run_record(args.commit) | {"devices": args.devices},
+        "shape": (SMOLLM2 if args.part == "train" else LLAMA_8B) | _depth(args),
+        "results": [],
+    }
+    for result in results(args):
+        record["results"].append(result)
+        print(_line(result), flush=True)
+        if args.out:
+            write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
