@@ -112,7 +112,7 @@ def filled(
     others = [] if recipe.keeps_all else held or held_tokens(recipe, context, prompt)
 
     @functools.partial(jax.jit, donate_argnames="layer")
-    @per_shard("layer")
+    @per_shard
     def fill(layer, key):
         for index, count in enumerate((recent, *others)):
             pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]

@@ -68,11 +68,8 @@ def random_model(config: ModelConfig, mesh: Mesh | None) -> Decoder:
     spread = None
     if mesh is not None:
         abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
-        spread = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
-            specs(abstract, shards(mesh)),
-            abstract,
-        )
+        places = [NamedSharding(mesh, spec) for spec in specs(abstract, shards(mesh))]
+        spread = jax.tree.unflatten(jax.tree.structure(abstract), places)
     with on(mesh):
         return jax.block_until_ready(jax.jit(make, out_shardings=spread)(jax.random.key(0)))
 

@@ -23,11 +23,12 @@ class FreeList:
 
     Attributes:
         pages: page ids; only the first ``count`` are free.
-        count: how many are.
+        count: how many are. Where devices share the heads, each has a stack of its own, and an
+            array that all of them have holds one number for each.
     """
 
     pages: Int[Array, " free_pages"]
-    count: Int[Array, ""]
+    count: Int[Array, "*devices"]
 
 
 @jax.tree_util.register_dataclass

@@ -72,7 +72,7 @@ def copy_rows(cache: KVCache, lent: Sequence[int]) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-@per_shard(lambda pools, free, tables, **_: {"pools": pools, "tables": tables, "free": free})
+@per_shard
 def _copied_pages(pools, free, tables, lent) -> dict[str, Any]:
     copied = []
     for pool, left, table in zip(pools, free, tables, strict=True):

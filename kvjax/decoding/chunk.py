@@ -107,7 +107,7 @@ def put_decoding(
 
 
 @functools.partial(jax.jit, static_argnames=("stop_ids",), donate_argnames=("cache",))
-@per_shard(lambda cache, **_: DecodeState(cache, None, None, None), None)
+@per_shard
 def start_decoding(
     cache: KVCache,
     logits: Float[Array, "B V"],
@@ -137,7 +137,7 @@ def start_decoding(
     static_argnames=("steps", "stop_ids", "width", "recipe", "kernel"),
     donate_argnames=("state",),
 )
-@per_shard("state", None)
+@per_shard
 def decode_chunk(
     model: Decoder,
     state: DecodeState,

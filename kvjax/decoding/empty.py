@@ -40,7 +40,7 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnames=("geometry",))
-@per_shard(lambda bases, geometry: jax.eval_shape(lambda: init_cache(geometry)))
+@per_shard
 def spread_cache(bases, *, geometry: Geometry) -> KVCache:
     """What each device of a mesh has: ``init_cache`` as one program, on the devices of the mesh."""
     return init_cache(geometry, bases)

@@ -163,5 +163,5 @@ def sampling_of(samples: Sequence[int], options: Options) -> Sampling | None:
     )
 
 
-_reset_layer = jax.jit(per_shard("layer")(reset_layer), donate_argnums=0)
+_reset_layer = jax.jit(per_shard(reset_layer), donate_argnums=0)
 _reset_counters = jax.jit(reset_counters)

@@ -153,7 +153,7 @@ def _tell_thoughts(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "corrected"))
-@per_shard(None)
+@per_shard
 def _sparsity(layer: LayerCache, length, *, config: ModelConfig, corrected: bool):
     return last_sparsity(layer, config.scale, length, corrected, config)
 
@@ -236,7 +236,7 @@ def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
     ),
     donate_argnames=("layer", "crowded"),
 )
-@per_shard("layer", None)
+@per_shard
 def _settle(
     layer: LayerCache,
     rows: Rows,

@@ -133,7 +133,7 @@ def read_layers(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
-@per_shard(None, None, None)
+@per_shard
 def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, recipe: Recipe):
     """Embeddings, rotary angles and where each row stands."""
     positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -159,7 +159,7 @@ def begin(embed, length, stored, tokens, count, seed, *, config: ModelConfig, re
     static_argnames=("config", "recipe", "policy", "window", "settles", "selects"),
     donate_argnames=("layer", "x", "crowded"),
 )
-@per_shard(None, "layer", None)
+@per_shard
 def _read(
     module,
     layer: LayerCache,
@@ -213,7 +213,7 @@ def _read(
 
 
 @functools.partial(jax.jit, static_argnames=("eps",), donate_argnames=("logits",))
-@per_shard(None)
+@per_shard
 def _finish(norm, head, logits, x, count, *, eps: float):
     """Logits after each row's last token."""
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]

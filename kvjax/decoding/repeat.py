@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, LayerCache
@@ -19,7 +18,6 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
 from kvjax.sharding import per_shard
-from kvjax.sharding.across import AXIS
 
 
 def repeated_queries(
@@ -50,7 +48,7 @@ def repeated_queries(
             policy=policies(recipe, config)[index],
             window=config.windows[index],
         )
-        found.append(queries)
+        found.append(queries["asked"])
     return found
 
 
@@ -65,7 +63,7 @@ def _script(instruction, tokens, length, *, count: int):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "window"), donate_argnames=("x",))
-@per_shard(None, PartitionSpec(None, None, AXIS))
+@per_shard
 def _read(
     module,
     layer: LayerCache,
@@ -77,13 +75,13 @@ def _read(
     config: ModelConfig,
     policy: Policy,
     window: int | None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B N Hq D"]]:
+) -> tuple[Float[Array, "B T E"], dict[str, Float[Array, "B N Hq D"]]]:
     """One layer, which stays as it is."""
     positions = before[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
 
     def attend(q, k, v, sinks):
         out, lse = attend_all(layer, policy, config, window, q, k, v, positions, before)
         asked = jnp.take_along_axis(q, places[..., None, None], 1)
-        return add_sinks(out, lse, sinks).astype(q.dtype), asked
+        return add_sinks(out, lse, sinks).astype(q.dtype), {"asked": asked}
 
     return module(x, angles, attend)

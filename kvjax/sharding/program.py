@@ -13,6 +13,7 @@ from kvjax.sharding.across import AXIS
 
 SPLIT = "split"
 """What a parameter calls the axis that devices share; one without it is on all of them."""
+_EVERYWHERE = PartitionSpec()
 _HEADS = {
     "pools": PartitionSpec(AXIS),
     "free": PartitionSpec(AXIS),
@@ -21,27 +22,68 @@ _HEADS = {
     "queries": PartitionSpec(None, None, AXIS),
     "asked": PartitionSpec(None, None, AXIS),
 }
-"""Fields of ``LayerCache``, and arguments, that hold some of the heads on each device. Pages and
-their numbers are a device's own: all devices' pools are one array, a part of it on each."""
-_EVERYWHERE = PartitionSpec()
+"""Fields of ``LayerCache``, arguments and parts of results that hold some of the heads on each
+device. Pages and their numbers are a device's own: the pools of all devices are one array outside,
+of which each has its part."""
+_KINDS = list(dict.fromkeys([_EVERYWHERE, *_HEADS.values()]))
 
 
-def specs(tree: Any, devices: int) -> Any:
-    """How a tree of arguments or results is spread, a `PartitionSpec` for each leaf or parameter.
+def per_shard(function: Callable) -> Callable:
+    """A function of one device's arrays that runs on every device of a mesh.
+
+    Under ``jax.set_mesh`` with an axis "tp", each device calls it with its own part of the
+    arguments, whose shapes tell it how many heads it has; what else it needs to know it asks
+    ``kvjax.sharding.across`` for. Elsewhere the function stays what it is. Positional parameters
+    hold arrays, keyword-only ones do not. What arguments and results are called says how they are
+    spread; parameters of models say it themselves.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **static):
+        mesh = jax.sharding.get_abstract_mesh()
+        if AXIS not in mesh.axis_names or mesh.manual_axes:
+            return function(*args, **static)
+        bound = signature.bind(*args, **static)
+        given = dict(zip(signature.parameters, bound.args, strict=False))
+        places, (leaves, tree) = specs(given, mesh.shape[AXIS]), jax.tree.flatten(given)
+        made: dict[str, Any] = {}
+
+        def on_device(leaves):
+            given = _counts(tree.unflatten(leaves), lambda count: count[0])
+            out = _counts(function(**given, **bound.kwargs), lambda count: count[None])
+            leaves, made["tree"] = jax.tree.flatten(out)
+            made["kinds"] = [_KINDS.index(place) for place in specs(out, 1)]
+            return [
+                [leaf for leaf, own in zip(leaves, made["kinds"], strict=True) if own == kind]
+                for kind in range(len(_KINDS))
+            ]
+
+        # Of Pallas' kernels it is not known what varies between devices.
+        run = jax.shard_map(on_device, in_specs=(places,), out_specs=_KINDS, check_vma=False)
+        by_kind = [iter(of_kind) for of_kind in run(leaves)]
+        return made["tree"].unflatten([next(by_kind[kind]) for kind in made["kinds"]])
+
+    return call
+
+
+def specs(tree: Any, devices: int) -> list[PartitionSpec]:
+    """How each leaf of a tree is spread over the devices that share the heads.
 
     Args:
-        tree: arrays, caches and modules under their names; None is on all devices.
-        devices: that share the heads.
+        tree: arrays, caches and modules under their names.
+        devices: how many there are.
     """
-
-    def of(path, leaf):
-        if isinstance(leaf, PartitionSpec):
-            return leaf
+    found = []
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    for path, leaf in flat:
         if isinstance(leaf, nnx.Variable):
-            return parameter_spec(leaf, devices)
-        return next((_HEADS[name] for name in _names(path) if name in _HEADS), _EVERYWHERE)
-
-    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=_is_whole)
+            found += [parameter_spec(leaf, devices)] * len(jax.tree.leaves(leaf))
+        else:
+            found.append(next((_HEADS[n] for n in _names(path) if n in _HEADS), _EVERYWHERE))
+    return found
 
 
 def parameter_spec(parameter: nnx.Variable, devices: int) -> PartitionSpec:
@@ -52,59 +94,8 @@ def parameter_spec(parameter: nnx.Variable, devices: int) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, AXIS)
 
 
-def per_shard(*results: str | PartitionSpec | Callable[..., Any] | None) -> Callable:
-    """Make a function of one device's arrays one that runs on every device of a mesh.
-
-    Under ``jax.set_mesh`` with an axis "tp", each device calls the function with its own part of
-    the arguments, whose shapes tell it how many heads it has; what else it needs it asks
-    ``kvjax.sharding.across`` for. Elsewhere the function stays what it is. Positional parameters
-    hold arrays, keyword-only ones do not.
-
-    Args:
-        *results: for each of the function's results, the parameter that it has the form of, a
-            function that makes such a form out of the arguments, how it is spread, or None for
-            what is the same on all devices.
-    """
-
-    def decorate(function: Callable) -> Callable:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args, **static):
-            mesh = jax.sharding.get_abstract_mesh()
-            if AXIS not in mesh.axis_names or mesh.manual_axes:
-                return function(*args, **static)
-            bound = signature.bind(*args, **static)
-            names = list(signature.parameters)[: len(bound.args)]
-            given = dict(zip(names, bound.args, strict=True))
-            devices = mesh.shape[AXIS]
-            made = tuple(_form(result, given, bound.kwargs) for result in results)
-            single = len(made) == 1
-
-            def on_device(given):
-                out = function(**_counts(given, lambda count: count[0]), **bound.kwargs)
-                return _counts(out, lambda count: count[None])
-
-            return jax.shard_map(
-                on_device,
-                in_specs=(specs(given, devices),),
-                out_specs=specs(made[0] if single else made, devices),
-                check_vma=False,  # of Pallas' kernels it is not known what varies
-            )(given)
-
-        return call
-
-    return decorate
-
-
-def _form(result, given: dict[str, Any], static: dict[str, Any]) -> Any:
-    if isinstance(result, str):
-        return given[result]
-    return result(**given, **static) if callable(result) else result
-
-
 def _counts(tree: Any, change: Callable) -> Any:
-    """Number of free pages: one a device, an array of them outside."""
+    """Change numbers of free pages: outside there is an array of them, one for each device."""
 
     def of(path, leaf):
         names = _names(path)
@@ -115,7 +106,3 @@ def _counts(tree: Any, change: Callable) -> Any:
 
 def _names(path: tuple) -> list[str]:
     return [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
-
-
-def _is_whole(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, nnx.Variable | PartitionSpec)

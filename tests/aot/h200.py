@@ -98,15 +98,13 @@ class H200:
             **static: keyword arguments that are no arrays.
         """
         names = list(inspect.signature(function).parameters)[: len(args)]
-        spread = specs(dict(zip(names, args, strict=True)), shards(self.mesh))
-
-        def placed(spec, tree):
-            place = NamedSharding(self.mesh, spec)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
-            )
-
-        args = [jax.tree.map(placed, spread[n], arg) for n, arg in zip(names, args, strict=True)]
+        args = dict(zip(names, args, strict=True))
+        leaves, tree = jax.tree.flatten(args)
+        places = [NamedSharding(self.mesh, spec) for spec in specs(args, shards(self.mesh))]
+        args = tree.unflatten(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(leaves, places, strict=True)
+        ).values()
         folder = self.dump / str(len(list(self.dump.iterdir())))
         with use_abstract_mesh(self.mesh.abstract_mesh):
             lowered = function.trace(*args, **static).lower(lowering_platforms=("cuda",))

@@ -1,0 +1,3 @@
+from tests.decoding.conftest import text_lm, tokenizer
+
+__all__ = ["text_lm", "tokenizer"]
