@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvjax.errors import CapacityError, KvjaxError, ModelError, NumericalError, UsageError
     from kvjax.loading import LanguageModel, load
     from kvjax.models.forward import forward
+    from kvjax.sharding import device_mesh
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOMES = {
     "NumericalError": "kvjax.errors",
     "Result": "kvjax.decoding",
     "UsageError": "kvjax.errors",
+    "device_mesh": "kvjax.sharding",
     "forward": "kvjax.models.forward",
     "generate": "kvjax.decoding",
     "load": "kvjax.loading",
@@ -43,6 +45,7 @@ __all__ = [
     "NumericalError",
     "Result",
     "UsageError",
+    "device_mesh",
     "forward",
     "generate",
     "load",

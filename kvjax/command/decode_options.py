@@ -242,6 +242,15 @@ class DecodeConfig:
     kernel: Literal["triton", "xla"] | None = option(
         None, "what computes attention (default: the GPU's kernel where it can run)"
     )
+    tp: int = option(1, "devices that share the model: its heads and matrices", minimum=1)
+    dp: int = option(1, "groups of --tp devices, each with answers of its own", minimum=1)
+    coordinator: str | None = option(
+        None,
+        "HOST:PORT of process 0, where several share the --prompts; auto: the environment says who "
+        "takes part, as under Slurm",
+    )
+    num_processes: int | None = option(None, "how many processes share the prompts", minimum=1)
+    process_id: int | None = option(None, "which of them this is, from 0", minimum=0)
     page_size: int | None = option(
         None, "cache slots a page, a power of two (default: 64; 16 with dynakv)", minimum=1
     )
@@ -286,6 +295,7 @@ class DecodeConfig:
                     f"--samples {self.samples} of greedy decoding are all alike: give a "
                     "--temperature above 0"
                 )
+        _check_processes(self)
         if self.stream and self.answer_format != "text":
             raise UsageError(f"--stream prints text: leave it out with --format {self.format}")
 
@@ -298,6 +308,28 @@ class DecodeConfig:
     def several(self) -> bool:
         """Whether there can be more than one answer."""
         return bool(self.prompts) or self.samples > 1
+
+
+def _check_processes(config: DecodeConfig) -> None:
+    """Refuse processes that could not find each other, or have nothing to share.
+
+    Raises:
+        UsageError: with the flag that is missing.
+    """
+    count, own = config.num_processes, config.process_id
+    if config.explain is not None and config.tp * config.dp > 1:
+        raise UsageError("--tp and --dp are for answers: leave them out with --explain")
+    if config.coordinator is None or config.coordinator == "auto":
+        given = {"--num-processes": count, "--process-id": own}
+        if unused := next((flag for flag, value in given.items() if value is not None), None):
+            raise UsageError(f"{unused} needs --coordinator HOST:PORT, where process 0 listens")
+    elif count is None or own is None:
+        missing = "--num-processes" if count is None else "--process-id"
+        raise UsageError(f"--coordinator {config.coordinator} needs {missing} as well")
+    elif own >= count:
+        raise UsageError(f"--process-id must be below --num-processes {count}, got {own}")
+    if config.coordinator is not None and config.prompts in (None, "-"):
+        raise UsageError("--coordinator shares out the prompts of a file: give --prompts FILE")
 
 
 def decode_parser() -> argparse.ArgumentParser:

@@ -35,9 +35,9 @@ def run_command(
             print_out(dump_yaml(dataclasses.asdict(config)))
             return 0
         with Interrupts() as interrupts:
-            from kvjax.command.devices import check_devices
+            from kvjax.command.devices import start_devices
 
-            check_devices()
+            start_devices(config)
             return start(config, actions, interrupts)
     except BaseException as error:
         return exit_code(error, verbose=config is not None and config.verbose)

@@ -1,10 +1,8 @@
 """A run before its weights are loaded: what it would allocate, from the model's shape alone."""
 
 import dataclasses
-import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -15,10 +13,12 @@ from kvjax.cache.plan import least_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
+from kvjax.command.recipe import flags_in_errors
 from kvjax.decoding.requests import read_prompt
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
+from kvjax.sharding import check_mesh, device_bytes, widened
 from kvjax.weights.gguf import GGUFCheckpoint
 
 _BATCH_SIZE = DecodeConfig.batch_size
@@ -78,16 +78,16 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
     """
     lm = shape_of_model(config)
     lengths = prompt_lengths(lm, rows, config)
+    together = min(config.batch_size, config.samples * len(lengths) or config.batch_size)
     request = {
         "config": lm.config,
-        "batch_size": min(config.batch_size, config.samples * len(lengths) or config.batch_size),
+        "batch_size": -(-together // config.dp),
+        "tp": config.tp,
         "parks": config.samples > 1,
         "prompt_tokens": max(lengths, default=1),
         "max_new_tokens": config.max_new_tokens,
         "dtype": lm.dtype,
-        "parameter_bytes": sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(lm.model)
-        ),
+        "parameter_bytes": device_bytes(lm.model, config.tp),
     }
     return Outline(request, lengths)
 
@@ -137,10 +137,14 @@ def shape_of_model(config: DecodeConfig) -> loading.LanguageModel:
 
     Raises:
         ModelError: its configuration or tokenizer cannot be read.
+        UsageError: the devices cannot share it.
     """
     source = model_source(config)
     path = loading.resolve(source, config.revision, weights=False)
     shape = loading.read_config(path)
+    with flags_in_errors():
+        check_mesh(shape, config.tp)
+    shape = widened(shape, config.tp)
     dtype = jnp.dtype(config.dtype)
     own = path if config.tokenizer is None else loading.resolve(config.tokenizer, weights=False)
     return loading.LanguageModel(

@@ -36,7 +36,10 @@ def show_plan(config: DecodeConfig) -> int:
     if not config.quiet:
         for line in limits(config, outlined.request["config"].context_length, outlined.lengths):
             say(f"kvjax: {line}")
-    print_out(table(planned.rows()) + "\n")
+    lines = planned.rows()
+    if config.dp > 1:
+        lines.insert(0, ("groups of devices", f"{config.dp}, each with all of this"))
+    print_out(table(lines) + "\n")
     if refused is not None:
         raise refused
     return 0

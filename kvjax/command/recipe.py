@@ -47,6 +47,8 @@ FLAGS = {
     "rate": "--latent-rate",
     "blocks": "--latent-blocks",
     "samples": "--samples",
+    "tp": "--tp",
+    "dp": "--dp",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 

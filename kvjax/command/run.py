@@ -4,10 +4,13 @@ import os
 import sys
 import time
 
+from jax.sharding import Mesh
+
 import kvjax
 from kvjax.command.calibrated import described_thoughts
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.devices import mesh_of, own_file, own_share
 from kvjax.command.errors import ROWS_FAILED
 from kvjax.command.files import check_matplotlib, check_writable
 from kvjax.command.fit import allowed_memory, settled_recipe
@@ -44,7 +47,8 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     allowed_memory(config)
     if config.trace is not None:
         check_matplotlib("--trace")
-    rows = read_input(config)
+    rows = own_share(read_input(config))
+    mesh = mesh_of(config.tp, config.dp)
     text = read_answer(config)
     named = (
         config.prompt_file,
@@ -58,9 +62,10 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
     inputs = tuple(str(path) for path in named if path and path != "-" and os.path.exists(path))
     if config.trace is not None:
         check_writable(config.trace, "--trace", inputs)
-    output = open_output(config.output, growing=config.answer_format == "jsonl", inputs=inputs)
+    growing = config.answer_format == "jsonl"
+    output = open_output(own_file(config.output), growing=growing, inputs=inputs)
     interrupts.clean_up_with(lambda: output.close(complete=False))
-    started = _Run(config, recipe, rows, text, output, interrupts)
+    started = _Run(config, recipe, rows, text, output, interrupts, mesh)
     kept = False
     try:
         code = started.decode()
@@ -85,8 +90,10 @@ class _Run:
         text: str | None,
         output: Output,
         interrupts: Interrupts,
+        mesh: Mesh | None,
     ):
         self.config = config
+        self.mesh = mesh
         self.recipe = recipe
         self.rows = rows
         self.text = text
@@ -148,9 +155,14 @@ class _Run:
         source = model_source(config)
         self.progress.phase(f"loading {source}")
         started = time.perf_counter()
-        lm = kvjax.load(
-            source, dtype=config.dtype, revision=config.revision, tokenizer=config.tokenizer
-        )
+        with flags_in_errors():
+            lm = kvjax.load(
+                source,
+                dtype=config.dtype,
+                revision=config.revision,
+                tokenizer=config.tokenizer,
+                mesh=self.mesh,
+            )
         self.load_s = time.perf_counter() - started
         return lm
 

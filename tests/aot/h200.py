@@ -101,13 +101,14 @@ class H200:
         args = dict(zip(names, args, strict=True))
         leaves, tree = jax.tree.flatten(args)
         places = [NamedSharding(self.mesh, spec) for spec in specs(args, shards(self.mesh))]
-        args = tree.unflatten(
+        placed = tree.unflatten(
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(leaves, places, strict=True)
-        ).values()
+        )
         folder = self.dump / str(len(list(self.dump.iterdir())))
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            lowered = function.trace(*args, **static).lower(lowering_platforms=("cuda",))
+            traced = function.trace(*(placed[name] for name in names), **static)
+            lowered = traced.lower(lowering_platforms=("cuda",))
             compiled = lowered.compile({"xla_dump_to": str(folder), **(options or {})})
         # The last of them is ".._after_thunk_passes", if those passes changed anything.
         *_, thunks = sorted(folder.glob("*.thunk_sequence*.txt"))

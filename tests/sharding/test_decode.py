@@ -43,7 +43,7 @@ def test_full(size):
     assert tuple(small.tokens(small.prompts(), lm(*size))) == small.usual()
 
 
-QUICK = ("thinkv",)
+QUICK = ()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.dynakv.forward import Mode
 from kvjax.dynakv.spectrum import Spectra, SpectralGate
 from kvjax.models.decoder import Decoder
+from kvjax.sharding import device_mesh
+from kvjax.sharding.mesh import DATA
 from kvjax.train.dynakv.loss import Sums, Trained, accumulated, compressed_sums
 from kvjax.train.dynakv.optimiser import optimiser
 from kvjax.train.dynakv.settings import TrainSettings
@@ -60,7 +62,8 @@ class Trainer:
         devices: list[jax.Device] | None = None,
     ) -> tuple["Trainer", TrainState]:
         """A trainer and the state before its first update."""
-        mesh = Mesh(np.asarray(devices or jax.devices()), ("data",))
+        devices = devices or jax.devices()
+        mesh = device_mesh(dp=len(devices), devices=devices)
         everywhere = NamedSharding(mesh, PartitionSpec())
         trains = functools.partial(_is_trained, settings.trains)
         parts = nnx.split(Trained(model, spectra), trains, ...)
@@ -78,7 +81,7 @@ class Trainer:
         Returns:
             The new state, and the update's sums, loss and gradient norm.
         """
-        rows = NamedSharding(self.mesh, PartitionSpec(None, "data"))
+        rows = NamedSharding(self.mesh, PartitionSpec(None, DATA))
         parameters, moments, found = _update(
             self.graph,
             state.parameters,
@@ -102,7 +105,7 @@ class Trainer:
 
     def spread(self, *arrays: np.ndarray) -> list[Array]:
         """Arrays whose rows (the first axis) are shared out among the devices."""
-        rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         return [jax.device_put(array, rows) for array in arrays]
 
 
