@@ -7,6 +7,16 @@ import pytest
 @pytest.fixture(scope="session")
 def h200(tmp_path_factory):
     """Compiles for an NVIDIA H200."""
+    yield from compiler(tmp_path_factory, 1)
+
+
+@pytest.fixture(scope="session")
+def four_h200s(tmp_path_factory):
+    """Compiles for four of them in one host."""
+    yield from compiler(tmp_path_factory, 4)
+
+
+def compiler(tmp_path_factory, devices: int):
     pytest.importorskip(
         "jax_cuda13_plugin", reason="needs the CUDA plug-in: `make test-all` sets it up"
     )
@@ -15,7 +25,7 @@ def h200(tmp_path_factory):
         patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         from tests.aot.h200 import H200
 
-        yield H200(tmp_path_factory.mktemp("dump"))
+        yield H200(tmp_path_factory.mktemp("dump"), devices)
 
 
 @pytest.fixture(scope="module", autouse=True)
