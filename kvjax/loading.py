@@ -15,7 +15,7 @@ from kvjax import tokenizer as tokenizers
 from kvjax.errors import ModelError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.sharding import check_mesh, device_bytes, shards, widened
+from kvjax.sharding import check_mesh, copies, device_bytes, shards, widened
 from kvjax.tokenizer import Tokenizer
 from kvjax.weights.assemble import check_tensors, fingerprint, load_decoder
 from kvjax.weights.checkpoint import Checkpoint
@@ -68,6 +68,8 @@ class LanguageModel:
         revision: the commit that a hub id led to, None for local files.
         fingerprint: names config and weights, whatever the dtype (see `weights.assemble`).
         mesh: the devices that the weights are spread over, if they are not on one alone.
+        copies: devices that hold the same KV head, where there are more of them than heads;
+            ``config`` counts each copy as a head.
     """
 
     config: ModelConfig
@@ -79,6 +81,7 @@ class LanguageModel:
     revision: str | None
     fingerprint: str
     mesh: Mesh | None = None
+    copies: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +137,7 @@ def load(
         revision=None if _is_local(path_or_id) else path.name,
         fingerprint=fingerprint(config, checkpoint),
         mesh=mesh,
+        copies=copies(config, shards(mesh)),
     )
 
 

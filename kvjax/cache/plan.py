@@ -13,7 +13,7 @@ from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
 from kvjax.report.units import size
-from kvjax.sharding.mesh import check_recipe, of_device
+from kvjax.sharding import of_device
 
 PREFILL_CHUNK = 2048
 """Tokens read at once at most; longer prompts are read in chunks of this size."""
@@ -209,9 +209,8 @@ def plan(
         tp: devices that share the heads; bytes are those of one of them.
 
     Raises:
-        UsageError: the recipe does not fit the model, the prompt or the devices.
+        UsageError: the recipe does not fit the model or the prompt.
     """
-    check_recipe(recipe, config, tp)
     own = of_device(config, tp)
     prompt = padded_prompt(prompt_tokens)
     tokens = min(prompt + max_new_tokens, config.context_length)

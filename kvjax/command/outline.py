@@ -14,11 +14,11 @@ from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
 from kvjax.command.recipe import flags_in_errors
-from kvjax.decoding.requests import read_prompt
+from kvjax.decoding.requests import check_sharing, read_prompt
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
-from kvjax.sharding import check_mesh, device_bytes, widened
+from kvjax.sharding import check_mesh, copies, device_bytes, widened
 from kvjax.weights.gguf import GGUFCheckpoint
 
 _BATCH_SIZE = DecodeConfig.batch_size
@@ -31,17 +31,20 @@ class Outline:
     Attributes:
         request: arguments of ``kvjax.cache.plan`` beside the recipe and the memory.
         lengths: tokens of the prompts that can be read.
+        copies: devices that hold the same KV head.
     """
 
     request: dict[str, Any]
     lengths: list[int]
+    copies: int = 1
 
     def plan(self, recipe: Recipe, memory_bytes: int | None = None) -> Plan:
         """The plan of a recipe.
 
         Raises:
-            UsageError: the recipe does not fit the model or the prompts.
+            UsageError: the recipe does not fit the model, the prompts or the devices.
         """
+        check_sharing(recipe, self.request.get("tp", 1), self.copies)
         return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
 
     def plan_of_longest(self, recipe: Recipe, memory_bytes: int | None) -> Plan:
@@ -89,7 +92,7 @@ def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
         "dtype": lm.dtype,
         "parameter_bytes": device_bytes(lm.model, config.tp),
     }
-    return Outline(request, lengths)
+    return Outline(request, lengths, lm.copies)
 
 
 def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeConfig) -> list[int]:
@@ -144,18 +147,19 @@ def shape_of_model(config: DecodeConfig) -> loading.LanguageModel:
     shape = loading.read_config(path)
     with flags_in_errors():
         check_mesh(shape, config.tp)
-    shape = widened(shape, config.tp)
     dtype = jnp.dtype(config.dtype)
-    own = path if config.tokenizer is None else loading.resolve(config.tokenizer, weights=False)
+    text = path if config.tokenizer is None else loading.resolve(config.tokenizer, weights=False)
+    own = widened(shape, config.tp)
     return loading.LanguageModel(
-        config=shape,
-        model=nnx.eval_shape(lambda: Decoder(shape, dtype=dtype, rngs=nnx.Rngs(0))),
-        tokenizer=_tokenizer(own),
+        config=own,
+        model=nnx.eval_shape(lambda: Decoder(own, dtype=dtype, rngs=nnx.Rngs(0))),
+        tokenizer=_tokenizer(text),
         dtype=dtype,
         defaults=loading.GenerationDefaults(),
         source=source,
         revision=config.revision,
         fingerprint="",
+        copies=copies(shape, config.tp),
     )
 
 

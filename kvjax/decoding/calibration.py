@@ -71,7 +71,8 @@ def key_bases(lm: LanguageModel) -> tuple[KeyBasis, ...]:
 
 def _path(lm: LanguageModel) -> pathlib.Path:
     text = hashlib.sha256(f"{SPAN} {TEXT}".encode()).hexdigest()[:8]
-    return cache_folder() / "keys" / f"{lm.fingerprint}-{text}.safetensors"
+    heads = "" if lm.copies == 1 else f"-{lm.copies}"
+    return cache_folder() / "keys" / f"{lm.fingerprint}-{text}{heads}.safetensors"
 
 
 def _measure(lm: LanguageModel) -> tuple[KeyBasis, ...]:

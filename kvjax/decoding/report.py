@@ -17,6 +17,7 @@ from kvjax.decoding.row import Row
 from kvjax.loading import LanguageModel
 from kvjax.memory import memory_in_use
 from kvjax.recipes import Recipe, as_dict
+from kvjax.sharding import shards
 from kvjax.thoughts import KINDS, Thoughts
 
 
@@ -256,6 +257,7 @@ def report(
             "model_revision": lm.revision,
             "model_fingerprint": lm.fingerprint,
             "parameter_bytes": planned.parameter_bytes,
+            "tp": shards(lm.mesh),
             "recipe": as_dict(options.recipe),
             **{name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()},
         },

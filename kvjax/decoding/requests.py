@@ -8,9 +8,11 @@ from types import NoneType
 
 import jax
 
+from kvjax.compress.selectors import Streaming
 from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
+from kvjax.sharding import shards
 
 LONGEST_CHUNK = 4096
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -205,13 +207,39 @@ def _with_system(messages: Sequence[Mapping[str, str]], options: Options) -> lis
     return [{"role": "system", "content": options.system_prompt}, *messages]
 
 
+def check_sharing(recipe: Recipe, tp: int, copies: int) -> None:
+    """Refuse a recipe whose work on the cache devices cannot share.
+
+    Args:
+        recipe: how the cache is kept.
+        tp: devices that share the heads.
+        copies: of them, those that hold the same KV head, for some of its queries each.
+
+    Raises:
+        UsageError: with what works.
+    """
+    by_age = recipe.selector is None or recipe.selector == Streaming()
+    if copies > 1 and not (by_age and recipe.retention is None):
+        raise UsageError(
+            f"tp {tp} is more than the model's {tp // copies} KV heads, and with method "
+            f"{recipe.name} devices that hold the same head would keep different tokens of it: "
+            f"take tp {tp // copies}, or method full, uniform, kivi or streaming"
+        )
+    if tp > 1 and recipe.projector is not None:
+        raise UsageError(
+            f"tp {tp} does not work with method {recipe.name} and an adapter, whose latents all "
+            "heads share: spread rows instead (dp)"
+        )
+
+
 def check_model(recipe: Recipe, lm: LanguageModel) -> None:
     """Refuse a recipe that the model cannot serve.
 
     Raises:
-        UsageError: thresholds or an adapter were made for another model, or the text is looked at
-            again and there is no tokenizer.
+        UsageError: thresholds or an adapter were made for another model, the text is looked at
+            again and there is no tokenizer, or the model's devices cannot share the work.
     """
+    check_sharing(recipe, shards(lm.mesh), lm.copies)
     if recipe.needs_text and lm.tokenizer is None:
         raise UsageError(
             f"method {recipe.name} looks at the text again, and {lm.source} has no tokenizer: give "

@@ -7,6 +7,7 @@ matching parts of the matrices; ``per_shard`` runs a program of one device on ea
 
 from kvjax.sharding.mesh import (
     check_mesh,
+    copies,
     data_groups,
     device_bytes,
     device_mesh,
@@ -20,6 +21,7 @@ from kvjax.sharding.program import per_shard, specs
 
 __all__ = [
     "check_mesh",
+    "copies",
     "data_groups",
     "device_bytes",
     "device_mesh",

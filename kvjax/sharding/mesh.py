@@ -17,7 +17,6 @@ from kvjax.sharding.program import parameter_spec
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
-    from kvjax.recipes import Recipe
 
 DATA = "data"
 
@@ -63,25 +62,18 @@ def check_mesh(config: ModelConfig, tp: int) -> None:
         raise UsageError(f"tp {tp} does not divide the {inner} channels of the feed-forward layers")
 
 
-def check_recipe(recipe: "Recipe", config: ModelConfig, tp: int) -> None:
-    """Refuse a recipe whose work on the cache so many devices cannot share.
-
-    Raises:
-        UsageError: with what works.
-    """
-    if tp > 1 and recipe.projector is not None:
-        raise UsageError(
-            f"tp {tp} does not work with method {recipe.name} and an adapter, whose latents all "
-            "heads share: spread rows instead (dp)"
-        )
-
-
 def widened(config: ModelConfig, tp: int) -> ModelConfig:
     """The same model with as many KV heads as devices, where there are fewer: copies of them.
 
     Each copy serves some of the queries of the head that it is a copy of.
     """
-    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, tp))
+    heads = config.num_kv_heads * copies(config, tp)
+    return dataclasses.replace(config, num_kv_heads=heads)
+
+
+def copies(config: ModelConfig, tp: int) -> int:
+    """Devices that hold the same KV head, for some of its queries each."""
+    return max(1, tp // config.num_kv_heads)
 
 
 def of_device(config: ModelConfig, tp: int) -> ModelConfig:
