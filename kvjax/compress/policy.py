@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from kvjax.codecs import KVCodec, kv_codec, latent_codec
 from kvjax.errors import UsageError
@@ -116,7 +117,8 @@ def _head_budgets(recipe: Recipe, config: ModelConfig) -> list[tuple[int, ...] |
             f"got {shares.shape}"
         )
     least, heads = recipe.floor - 1, shares.size
-    with jax.ensure_compile_time_eval():
+    # Also while a program for one of several devices is traced, which this is no part of.
+    with jax.ensure_compile_time_eval(), use_abstract_mesh(AbstractMesh((), ())):
         rest = recipe.budget - least
         table = np.asarray(head_budgets(shares, rest, rest * heads))
     return [tuple(row) for row in (table + least).tolist()]
