@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import recipes
+from kvjax.compare import compare
 from kvjax.sharding import device_mesh, groups
 from tests.decoding import small
 from tests.decoding.test_inflight import RECIPES
@@ -136,3 +137,13 @@ def test_copies_of_a_head_would_part():
 def test_no_mesh_is_left_behind():
     small.tokens(small.prompts(), lm(2, 2))
     assert jax.sharding.get_abstract_mesh().empty
+
+
+@slow
+def test_what_is_no_decoding():
+    """Whole sequences, and a cache on every device, are left to the compiler."""
+    ids, recipe = small.prompts([60], seed=3)[0], recipes.uniform("int8", page_size=16)
+    model = lm(2, 2)
+    np.testing.assert_allclose(kvjax.forward(model, ids), kvjax.forward(small.lm(), ids), atol=1e-3)
+    spread, alone = (compare(m, ids, recipe=recipe, prompt_tokens=20) for m in (model, small.lm()))
+    assert spread.bytes == alone.bytes and abs(spread.kl_mean - alone.kl_mean) < 1e-5
