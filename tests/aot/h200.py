@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from kvjax.sharding import shards, specs
 from kvjax.sharding.across import AXIS
@@ -100,7 +100,10 @@ class H200:
         names = list(inspect.signature(function).parameters)[: len(args)]
         args = dict(zip(names, args, strict=True))
         leaves, tree = jax.tree.flatten(args)
-        places = [NamedSharding(self.mesh, spec) for spec in specs(args, shards(self.mesh))]
+        spread = specs(args, shards(self.mesh))
+        if AXIS not in self.mesh.axis_names:
+            spread = [PartitionSpec()] * len(leaves)
+        places = [NamedSharding(self.mesh, spec) for spec in spread]
         placed = tree.unflatten(
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(leaves, places, strict=True)
