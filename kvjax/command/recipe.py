@@ -47,6 +47,9 @@ FLAGS = {
     "rate": "--latent-rate",
     "blocks": "--latent-blocks",
     "samples": "--samples",
+    "cache": "--load-cache",
+    "keep_cache": "--save-cache",
+    "system_prompt": "--system-prompt",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 

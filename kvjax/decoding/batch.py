@@ -49,7 +49,8 @@ class Flight:
     @property
     def needs_steps(self) -> bool:
         """Whether it can get more tokens than those that have been dispatched."""
-        return self.running and self.done < self.row.request.max_new - 1
+        request = self.row.request
+        return self.running and self.done < request.max_new - (not request.goes_on)
 
     @property
     def length(self) -> int:
@@ -77,6 +78,7 @@ class Batch:
         flights: by row, whose pages it holds; None where it is empty.
         prompts: those that are or will be parked, by their number, where there are several samples.
         numerical_error: the last request's error whose logits were not finite.
+        request: the first one.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Batch:
         self.flights: list[Flight | None] = [None] * planned.geometry.rows
         self.prompts: dict[int, Prompt] = {}
         self.numerical_error: str | None = None
+        self.request = requests[0]
         self._waiting = collections.deque(requests)
         self._unread: list[Flight] = []  # that have begun and whose end has not been seen
         self._limit = sum(request.max_new for request in requests)
@@ -183,7 +186,7 @@ class Batch:
     def done(self) -> np.ndarray:
         """Steps that every row has taken."""
         running = [flight is not None and flight.needs_steps for flight in self.flights]
-        steps = [flight.done if flight is not None else IDLE for flight in self.flights]
+        steps = [IDLE if f is None else f.row.request.before + f.done for f in self.flights]
         return np.where(running, steps, IDLE).astype(np.int32)
 
     def compressing(self) -> np.ndarray:
@@ -250,7 +253,7 @@ class Batch:
             reasoning=reasoning,
             report=report(self._lm, self._options, self._planned, flight.lap, log, row),
             error=row.error,
-            history=log.history(self._options.recipe, len(row.request.ids)),
+            history=log.history(self._options.recipe, row.request.prompt),
         )
         return _done(row.request, result)
 

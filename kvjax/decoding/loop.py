@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
+import numpy as np
+
 from kvjax.cache.plan import Plan, padded_prompt
 from kvjax.decoding.batch import Batch, Flight
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_state
@@ -20,9 +23,11 @@ from kvjax.decoding.fill import (
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import seed_bits
 from kvjax.decoding.requests import Options, Request
+from kvjax.decoding.resume import conversation, resume
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
+from kvjax.recipes import Recipe
 
 NARROWEST = 1024
 """Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
@@ -50,10 +55,10 @@ def decode_all(
     Raises:
         NumericalError: the logits of the only request are not finite.
     """
-    options = dataclasses.replace(options, recipe=planned.recipe)
+    asked, options = options.recipe, dataclasses.replace(options, recipe=planned.recipe)
     with Clock() as clock:
         batch = Batch(lm, requests, options, planned, clock)
-        yield from _run(lm, batch, planned, options, should_stop)
+        yield from _run(lm, batch, planned, options, asked, should_stop)
     if batch.numerical_error and alone:
         raise NumericalError(batch.numerical_error)
 
@@ -63,15 +68,31 @@ def _run(
     batch: Batch,
     planned: Plan,
     options: Options,
+    asked: Recipe,
     should_stop: Callable[[], bool],
 ) -> Iterator[Event]:
     """Fill free rows, dispatch a chunk, and read what was dispatched before it."""
     state, sampling = None, sampling_of(batch.samples(), options)
     dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
     phase = ""
+
+    def told(events: Iterator[Event]) -> Iterator[Event]:
+        """With the cache, where it is to be kept: there is one request then, and it has ended."""
+        for event in events:
+            result = event.result
+            if options.keep_cache and result and result.tokens and not result.error:
+                request = batch.request
+                given = lm, state, request, result.tokens, options, asked
+                result = dataclasses.replace(result, cache=conversation(*given))
+                event = dataclasses.replace(event, result=result)
+            yield event
+
     while batch.busy():
         if should_stop():
-            yield from batch.end_all("interrupted")
+            if options.keep_cache:  # what has been decoded is not lost
+                for output, flights in dispatched:
+                    yield from told(batch.take(output, flights))
+            yield from told(batch.end_all("interrupted"))
             return
         if state is None:
             phase = "prefill"
@@ -85,13 +106,13 @@ def _run(
             state = drop_prompt(state, parked)
         for rows in _together(batch.admit(), planned):
             flights = [batch.flights[row] for row in rows]
-            state, output = _fill(lm, state, batch, rows, flights, options)
-            filled.append((output, flights))
+            state, outputs = _fill(lm, state, batch, rows, flights, options)
+            filled += [(output, flights) for output in outputs]
             if options.samples > 1:
                 sampling = sampling_of(batch.samples(), options)
         if idle and filled:  # the device has nothing else to do: tell the first tokens at once
             for output, flights in filled:
-                yield from batch.take(output, flights)
+                yield from told(batch.take(output, flights))
             continue
         before, dispatched = [*dispatched, *filled], []
         if batch.stepping():
@@ -101,7 +122,7 @@ def _run(
             state, output = _chunk(lm, state, sampling, batch, options)
             dispatched.append((output, list(batch.flights)))
         for output, flights in before:
-            yield from batch.take(output, flights)
+            yield from told(batch.take(output, flights))
 
 
 def _fill(
@@ -111,16 +132,43 @@ def _fill(
     rows: list[int],
     flights: list[Flight],
     options: Options,
-) -> tuple[DecodeState, ChunkOutput]:
+) -> tuple[DecodeState, list[ChunkOutput]]:
     """Read prompts into rows, or let a row go on from one that has been read."""
     requests = [flight.row.request for flight in flights]
+    if requests[0].past is not None:
+        return _resume(lm, state, flights[0], options)
     prompt = batch.prompts.get(requests[0].row)
     if prompt is None:
-        return fill_rows(lm, state, rows, requests, options)
+        state, output = fill_rows(lm, state, rows, requests, options)
+        return state, [output]
     ((row,), (request,), (flight,)) = rows, requests, flights
     if prompt.parked is None:
         state, prompt.parked = park_prompt(lm, state, request, options)
-    return continue_prompt(state, row, prompt.parked, request, options, flight.lent)
+    state, output = continue_prompt(state, row, prompt.parked, request, options, flight.lent)
+    return state, [output]
+
+
+def _resume(
+    lm: LanguageModel, state: DecodeState, flight: Flight, options: Options
+) -> tuple[DecodeState, list[ChunkOutput]]:
+    """Go on from a conversation up to the end of a tick, from where on its steps are whole ones."""
+    request, recipe = flight.row.request, options.recipe
+    state, first = resume(lm, state, request, options)
+    outputs = [] if first is None else [first]
+    steps, left = -request.before % recipe.tick, int(state.left[0])
+    if recipe.keeps_all or not steps or not left:
+        return state, outputs
+    state = dataclasses.replace(state, left=jnp.asarray([min(left, steps)], jnp.int32))
+    sampling = sampling_of([request.sample], options)
+    width = _width(_reach(flight, recipe.tick))
+    state, output = _decode(
+        lm, state, sampling, np.zeros(1, bool), options, steps=recipe.tick, width=width
+    )
+    flight.done += steps
+    taken = int(output.real.sum())
+    ended = taken < steps or int(state.token[0]) in options.stop_ids or not state.finite[0]
+    left = 0 if ended else left - taken
+    return dataclasses.replace(state, left=jnp.asarray([left], jnp.int32)), [*outputs, output]
 
 
 def _together(rows: list[int], planned: Plan) -> list[list[int]]:
@@ -153,17 +201,32 @@ def _chunk(
     longest = max(_reach(flight, steps) for flight in batch.stepping())
     halted = batch.halted()
     batch.step(steps)
+    return _decode(lm, state, sampling, halted, options, steps=steps, width=_width(longest))
+
+
+def _decode(
+    lm: LanguageModel,
+    state: DecodeState,
+    sampling: Sampling | None,
+    halted: np.ndarray,
+    options: Options,
+    **shape: int,
+) -> tuple[DecodeState, ChunkOutput]:
+    """``decode_chunk`` as the options have it.
+
+    Raises:
+        UsageError: the kernel that was asked for cannot do it.
+    """
     try:
         return decode_chunk(
             lm.model,
             state,
             sampling,
             halted,
-            steps=steps,
             stop_ids=options.stop_ids,
-            width=_width(longest),
-            recipe=recipe,
+            recipe=options.recipe,
             kernel=options.kernel,
+            **shape,
         )
     except NotImplementedError as error:
         raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
