@@ -106,7 +106,7 @@ def cut_row(packed: Packed, length: int) -> dict[str, np.ndarray]:
         cut[f"{place}.pages"] = np.bincount(head[left], minlength=len(counts)).astype(np.int32)
         cut |= {f"{place}.{name}": array[left] for name, array in arrays.items()}
     for name in ("length", "prompt", "stored"):
-        cut[name] = np.minimum(packed[name], np.int32(length))
+        cut[name] = np.array(min(int(packed[name]), length), np.int32)
     return cut
 
 
