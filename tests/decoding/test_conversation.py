@@ -116,9 +116,8 @@ def read_by_hand(lm, recipe, prompt, rest) -> tuple[np.ndarray, dict[str, np.nda
     return np.asarray(logits[0]), pack_row(state.cache)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "full" else slow) for n in RECIPES]
-)
+@slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_turn_is_read_as_it_would_have_been_decoded(name, text_lm):
     """Token by token, with the maintenance where decoding has it: the same up to rounding."""
     recipe = RECIPES[name]
