@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.packed import CONSTANTS, COUNTERS, Packed
+from kvjax.cache.packed import COUNTERS, Packed
 from kvjax.errors import UsageError
 from kvjax.thoughts.state import KINDS, NO_KIND
 from pallas_kernels.layout import SLOT_AXIS
@@ -46,10 +46,10 @@ def check_row(packed: Packed, whole: Mapping[str, Any], *, forgets: bool = True)
     for name in sorted(expected - pages - {*COUNTERS}):
         place, _, part = name.rpartition(".")
         shape = whole[name].shape
-        if part in SLOT_AXIS:
+        if place in tables and part in SLOT_AXIS:
             _check_array(packed, f"{place}.pages", whole[f"{place}.table"].shape[1:2], np.int32)
             shape = (max(0, int(packed[f"{place}.pages"].sum(dtype=np.int64))), *shape[1:])
-        elif part not in CONSTANTS:  # a row's own
+        elif place not in tables:  # a row's own
             shape = shape[1:]
         if place == "thoughts" and part != "demoted":
             shape = (min(segments, *shape),)

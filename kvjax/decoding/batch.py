@@ -78,7 +78,6 @@ class Batch:
         flights: by row, whose pages it holds; None where it is empty.
         prompts: those that are or will be parked, by their number, where there are several samples.
         numerical_error: the last request's error whose logits were not finite.
-        request: the first one.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Batch:
         self.flights: list[Flight | None] = [None] * planned.geometry.rows
         self.prompts: dict[int, Prompt] = {}
         self.numerical_error: str | None = None
-        self.request = requests[0]
         self._waiting = collections.deque(requests)
         self._unread: list[Flight] = []  # that have begun and whose end has not been seen
         self._limit = sum(request.max_new for request in requests)

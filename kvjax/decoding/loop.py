@@ -11,7 +11,7 @@ from kvjax.decoding.batch import Batch, Flight
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_state
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.empty import empty_cache
-from kvjax.decoding.events import Event
+from kvjax.decoding.events import Event, Result
 from kvjax.decoding.fill import (
     continue_prompt,
     drop_prompt,
@@ -27,7 +27,6 @@ from kvjax.decoding.resume import conversation, resume
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
-from kvjax.recipes import Recipe
 
 NARROWEST = 1024
 """Slots attended at least; from there the width doubles, so that a long run compiles few chunks."""
@@ -56,9 +55,16 @@ def decode_all(
         NumericalError: the logits of the only request are not finite.
     """
     asked, options = options.recipe, dataclasses.replace(options, recipe=planned.recipe)
+
+    def keep(state: DecodeState, result: Result) -> Result:
+        given = lm, state, requests[0], result.tokens, options, asked
+        return dataclasses.replace(result, cache=conversation(*given))
+
     with Clock() as clock:
         batch = Batch(lm, requests, options, planned, clock)
-        yield from _run(lm, batch, planned, options, asked, should_stop)
+        yield from _run(
+            lm, batch, planned, options, should_stop, keep if options.keep_cache else None
+        )
     if batch.numerical_error and alone:
         raise NumericalError(batch.numerical_error)
 
@@ -68,28 +74,28 @@ def _run(
     batch: Batch,
     planned: Plan,
     options: Options,
-    asked: Recipe,
     should_stop: Callable[[], bool],
+    keep: Callable[[DecodeState, Result], Result] | None,
 ) -> Iterator[Event]:
-    """Fill free rows, dispatch a chunk, and read what was dispatched before it."""
+    """Fill free rows, dispatch a chunk, and read what was dispatched before it.
+
+    Args:
+        keep: puts what the only row has become into its result, where that is asked for.
+    """
     state, sampling = None, sampling_of(batch.samples(), options)
     dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
     phase = ""
 
     def told(events: Iterator[Event]) -> Iterator[Event]:
-        """With the cache, where it is to be kept: there is one request then, and it has ended."""
         for event in events:
             result = event.result
-            if options.keep_cache and result and result.tokens and not result.error:
-                request = batch.request
-                given = lm, state, request, result.tokens, options, asked
-                result = dataclasses.replace(result, cache=conversation(*given))
-                event = dataclasses.replace(event, result=result)
+            if keep and result and result.tokens and not result.error:
+                event = dataclasses.replace(event, result=keep(state, result))
             yield event
 
     while batch.busy():
         if should_stop():
-            if options.keep_cache:  # what has been decoded is not lost
+            if keep:  # what has been decoded is not lost
                 for output, flights in dispatched:
                     yield from told(batch.take(output, flights))
             yield from told(batch.end_all("interrupted"))
