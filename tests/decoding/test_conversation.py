@@ -47,6 +47,16 @@ def same(left: kvjax.Conversation, right: kvjax.Conversation) -> None:
         assert array.tobytes() == right.row[name].tobytes(), name
 
 
+def near(left: kvjax.Conversation, right: kvjax.Conversation) -> None:
+    """The same but for sums, which pools of another size round otherwise."""
+    assert left == right and left.row.keys() == right.row.keys()
+    for name, array in left.row.items():
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(array, right.row[name], atol=1e-4, err_msg=name)
+        else:
+            assert (array == right.row[name]).all(), name
+
+
 @functools.cache
 def kept(name: str = "full", new: int = 17) -> kvjax.Conversation:
     recipe = RECIPES[name]
@@ -84,7 +94,8 @@ def test_two_halves_are_the_whole(name, how, text_lm, tmp_path):
         after = decode([], recipe, second, cache=loaded, **how)
         assert before.tokens + after.tokens == whole.tokens[: first + second]
         if first + second == len(whole.tokens):
-            same(after.cache, whole.cache)
+            alike = near if name == "a share" else same  # a longer row, larger pools
+            alike(after.cache, whole.cache)
         assert after.prompt_tokens == len(prompt) + first
         assert after.report["usage"]["cached"] == len(prompt) + first - 1
 

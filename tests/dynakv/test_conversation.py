@@ -2,22 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 import kvjax
+from tests.decoding.test_conversation import near
 from tests.dynakv.decoding import OPTIONS, saved, spectra
 from tests.dynakv.tiny import tiny, tokens
-
-
-def near(left: kvjax.Conversation, right: kvjax.Conversation) -> None:
-    """The same but for sums, which pools of another size round otherwise."""
-    assert left == right and left.row.keys() == right.row.keys()
-    for name, array in left.row.items():
-        if array.dtype.kind == "f":
-            np.testing.assert_allclose(array, right.row[name], atol=1e-4, err_msg=name)
-        else:
-            assert (array == right.row[name]).all(), name
 
 
 @pytest.mark.slow
