@@ -1,5 +1,7 @@
 """Going back: as if what came later had never been, or a refusal."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,15 @@ import kvjax
 from kvjax import recipes
 from tests.decoding import small
 from tests.decoding.small import PAGE
-from tests.decoding.test_conversation import RECIPES, decode, kept, model_of, prompt_of, same
+from tests.decoding.test_conversation import (
+    RECIPES,
+    decode,
+    kept,
+    model_of,
+    near,
+    prompt_of,
+    same,
+)
 from tests.models import goldens
 
 slow = pytest.mark.slow
@@ -74,10 +84,9 @@ def test_within_a_tick_it_is_as_if_the_rest_had_never_been(name, steps, text_lm)
     conversation = decode(prompt_of(recipe), recipe, 107, **how).cache  # ten steps into a tick
     again = back(conversation, len(conversation.tokens) - steps)
     expected = decode(prompt_of(recipe), recipe, 107 - steps, **how).cache
-    if name == "snapkv":  # asks no queries any more, but has later ones
+    if name == "snapkv":  # asks no queries any more, but has later ones; its pools differ in size
         names = [name for name in again.row if not name.endswith("queries")]
-        again, expected = ({n: c.row[n] for n in names} for c in (again, expected))
-        assert all(again[n].tobytes() == expected[n].tobytes() for n in names)
+        near(*(dataclasses.replace(c, row={n: c.row[n] for n in names}) for c in (again, expected)))
     else:
         same(again, expected)
 
