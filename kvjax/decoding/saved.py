@@ -44,8 +44,8 @@ def save_cache(conversation: Conversation, path: str | os.PathLike) -> None:
         "format": FORMAT,
         "recipe": json.dumps(facts["recipe"]),
         "answered": str(conversation.answered),
-        "sha256": _digest(tensors),
     }
+    metadata["sha256"] = _digest(tensors, metadata)
     try:
         write_atomically(pathlib.Path(path), safetensors.numpy.save(tensors, metadata))
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def load_cache(
         metadata, tensors = _read(pathlib.Path(path))
         facts = _facts(metadata)
         check_made_with(facts, lm, recipe)
-        if _digest(tensors) != facts["sha256"]:
+        if _digest(tensors, metadata) != facts["sha256"]:
             raise UsageError("it is damaged: its content is not what was written; copy it again")
         tokens = tensors.pop(_TOKENS, np.zeros(0, np.int32)).tolist()
         made = {name: facts[name] for name in ("answered", "fingerprint", "model", "dtype")}
@@ -145,9 +145,10 @@ def _check(conversation: Conversation, lm: LanguageModel) -> None:
     check_row(row, whole, forgets=forgets)
 
 
-def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of arrays and what they are."""
-    found = hashlib.sha256()
+def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of arrays and what they are, and of all else that is said of them."""
+    said = {name: text for name, text in metadata.items() if name != "sha256"}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, array in sorted(tensors.items()):
         found.update(f"{name} {array.dtype.name} {array.shape} ".encode())
         found.update(np.asarray(array, order="C").reshape(-1).view(np.uint8))

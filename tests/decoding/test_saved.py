@@ -29,7 +29,7 @@ def rewritten(path, change) -> None:
         facts = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(tensors, facts)
-    facts["sha256"] = saved._digest(tensors)
+    facts["sha256"] = saved._digest(tensors, facts)
     path.write_bytes(safetensors.numpy.save(tensors, facts))
 
 
