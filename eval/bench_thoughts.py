@@ -11,7 +11,8 @@ says which kind of thought a label is taken for.
 probability that it is higher for a unit of the first kind: 0.5 is chance. Every layer on all
 traces; and the layer that parts the pair best on every other trace, on the rest of them, which says
 what can be had without having chosen by the outcome. With the interval that 95 % of the draws of
-those traces give.
+those traces give. Sparsity grows with the length, and kinds have their places in a trace: ``local``
+is the same of what is left when the mean of the 512 tokens around is taken off.
 
 ``borders``: where one kind ends, the shares of those that are found and of found places that are
 right, to ``--within`` tokens, beside as many places by lot. "newline" is a blank line, "sparsity"
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.ndimage
 import scipy.stats
 from jaxtyping import Array, Float, Int
 
@@ -46,6 +48,7 @@ from pallas_kernels.einsum import einsum_float32
 
 PAIRS = tuple(itertools.combinations(range(len(KINDS)), 2))
 DRAWS = 200
+AROUND = 512
 STEP = 16
 """Tokens on each side of a step of sparsity."""
 
@@ -64,6 +67,11 @@ def unit_means(
     starts = np.flatnonzero(np.diff(trace.units, prepend=trace.units[0] - 1))
     sums = np.add.reduceat(values, starts, axis=1)
     return sums / np.diff(starts, append=values.shape[1]), trace.kinds[starts]
+
+
+def local(values: Float[np.ndarray, "L N"]) -> Float[np.ndarray, "L N"]:
+    """Values less the mean of those around."""
+    return values - scipy.ndimage.uniform_filter1d(values, AROUND, axis=1, mode="nearest")
 
 
 def steps(values: Float[np.ndarray, " N"], size: int = STEP) -> Float[np.ndarray, " N"]:
@@ -237,6 +245,7 @@ def measure(lm: kvjax.LanguageModel, traces: Sequence[Trace], within: int) -> di
         newlines.append(np.flatnonzero(np.asarray(broken)) + 1)
     parts = [unit_means(*one) for one in zip(traces, sparsity, strict=True)]
     means, kinds = zip(*parts, strict=True)
+    flat = [unit_means(trace, local(x))[0] for trace, x in zip(traces, sparsity, strict=True)]
     named = np.concatenate(kinds)
     return {
         "traces": len(traces),
@@ -248,6 +257,7 @@ def measure(lm: kvjax.LanguageModel, traces: Sequence[Trace], within: int) -> di
             for i, kind in enumerate(KINDS)
         },
         "kinds": kinds_found(means, kinds),
+        "local": kinds_found(flat, kinds),
         "borders_found": borders_found(traces, sparsity, attention, newlines, within),
     }
 
@@ -279,10 +289,11 @@ def main(argv: list[str] | None = None) -> None:
         found = result["results"][name] = measure(lm, some, args.within)
         write_json(args.out, result)
         print(f"{name}: {found['tokens']:,} tokens, {found['borders']} borders, {found['units']}")
-        for pair, one in found["kinds"].items():
+        for way, pair in itertools.product(("kinds", "local"), found["kinds"]):
+            one = found[way][pair]
             low, high = one["interval"]
             print(
-                f"  {pair}: layer {one['best_layer']}, held out {one['held_out']:.2f} "
+                f"  {way}, {pair}: layer {one['best_layer']}, held out {one['held_out']:.2f} "
                 f"({low:.2f} to {high:.2f}), all layers "
                 + " ".join(f"{value:.2f}" for value in one["layers"])
             )

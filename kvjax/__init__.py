@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax import recipes
     from kvjax.decoding import Event, Result, generate, stream
+    from kvjax.decoding.conversation import Conversation
+    from kvjax.decoding.rewind import rewind
+    from kvjax.decoding.saved import load_cache, save_cache
     from kvjax.errors import CapacityError, KvjaxError, ModelError, NumericalError, UsageError
     from kvjax.loading import LanguageModel, load
     from kvjax.models.forward import forward
@@ -22,6 +25,7 @@ __version__ = "0.1.0"
 # command has to answer --help and Ctrl-C before that.
 _HOMES = {
     "CapacityError": "kvjax.errors",
+    "Conversation": "kvjax.decoding.conversation",
     "Event": "kvjax.decoding",
     "KvjaxError": "kvjax.errors",
     "LanguageModel": "kvjax.loading",
@@ -33,11 +37,15 @@ _HOMES = {
     "forward": "kvjax.models.forward",
     "generate": "kvjax.decoding",
     "load": "kvjax.loading",
+    "load_cache": "kvjax.decoding.saved",
+    "rewind": "kvjax.decoding.rewind",
+    "save_cache": "kvjax.decoding.saved",
     "stream": "kvjax.decoding",
 }
 
 __all__ = [
     "CapacityError",
+    "Conversation",
     "Event",
     "KvjaxError",
     "LanguageModel",
@@ -49,7 +57,10 @@ __all__ = [
     "forward",
     "generate",
     "load",
+    "load_cache",
     "recipes",
+    "rewind",
+    "save_cache",
     "stream",
 ]
 

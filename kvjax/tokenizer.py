@@ -52,13 +52,18 @@ class Tokenizer:
         ends = (wrapped.eos_token_id, self._end_of_turn(), *stop_ids)
         self.stop_ids = tuple(sorted({index for index in ends if index is not None}))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with exactly one BOS in front where the model wants one."""
+    def encode(self, text: str, *, starts: bool = True) -> list[int]:
+        """Token ids, with exactly one BOS in front where the model wants one.
+
+        Args:
+            text: any.
+            starts: False for a text that goes on from another one.
+        """
         try:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise UsageError(f"the text is not valid Unicode ({error}); clean it first") from error
-        if self.bos_id is None or ids[:1] == [self.bos_id]:
+        if not starts or self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
         return [self.bos_id, *ids]
 
@@ -74,8 +79,44 @@ class Tokenizer:
         Raises:
             UsageError: the template refuses the messages, or cannot do what `thinking` asks.
         """
+        ids = self.encode(self._rendered(messages, thinking))
+        return self._as_wished(ids, thinking)
+
+    def encode_turn(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        after: int,
+        thinking: bool | None = None,
+    ) -> list[int]:
+        """Token ids of the next turn of a conversation, up to where the model's answer starts.
+
+        That is what the template puts behind an answer: the end of that turn and the new messages.
+        What it begins a conversation with is not repeated.
+
+        Args:
+            messages: the new ones.
+            after: the last token of the conversation. If it is the answer's end already, there is
+                no second one.
+            thinking: as for `encode_chat`.
+
+        Raises:
+            UsageError: likewise.
+        """
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        text = self._rendered([*turns, *messages], thinking)
+        ids = self.encode(text.partition(_PROBE)[2], starts=False)
+        if not ids:
+            raise UsageError("the chat template shows no answers: pass the next turn as token ids")
+        return self._as_wished(ids[1:] if ids[0] == after else ids, thinking)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], thinking: bool | None) -> str:
+        """Messages up to where the model's answer starts."""
         switch = {} if thinking is None else {"enable_thinking": thinking}
-        ids = self.encode(self._render(messages, add_generation_prompt=True, **switch))
+        return self._render(messages, add_generation_prompt=True, **switch)
+
+    def _as_wished(self, ids: list[int], thinking: bool | None) -> list[int]:
+        """The ids of messages, if they leave thinking switched as it was asked for."""
         if thinking is None or "enable_thinking" in self._wrapped.get_chat_template():
             return ids
         if self.thinking_open(ids) != thinking:

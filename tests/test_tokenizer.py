@@ -287,6 +287,45 @@ def test_one_bos_whether_the_template_writes_it_or_not(written):
     assert ids.count(0) == 1
 
 
+SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are.<|im_end|>\n{% endif %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, R1, SYSTEM + CHATML])
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_next_turn_is_what_the_template_puts_behind_an_answer(template, ended):
+    """Together with what was read and said before, it is the conversation at once."""
+    tokenizer = make("llama-bpe", template=template)
+    first, second = ({"role": "user", "content": text} for text in ("Hi", "And @@kvjax@@?"))
+    start = tokenizer.encode_chat([first])
+    said = tokenizer.encode("yes<|im_end|>" if ended else "yes", starts=False)
+    turn = tokenizer.encode_turn([second], after=said[-1])
+    thinks = "<think>\n" * (template == R1)
+    answer = {"role": "assistant", "content": thinks + "yes"}
+    assert [*start, *said, *turn] == tokenizer.encode_chat([first, answer, second])
+    text = tokenizer._backend.decode(turn, skip_special_tokens=False)
+    assert "You are." not in text and "<|bos|>" not in text
+
+
+def test_a_template_without_answers_has_no_next_turn():
+    tokenizer = make(template="{{ messages[-1].content }}")
+    with pytest.raises(UsageError, match="shows no answers"):
+        tokenizer.encode_turn([{"role": "user", "content": "a"}], after=0)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thinking_is_switched_in_a_turn_too(thinking):
+    tokenizer = make(template=QWEN3)
+    ids = tokenizer.encode_turn([{"role": "user", "content": "a"}], after=0, thinking=thinking)
+    assert (
+        ids[-4:]
+        == tokenizer.encode_chat([{"role": "user", "content": "a"}], thinking=thinking)[-4:]
+    )
+    with pytest.raises(UsageError, match="thinking cannot be turned"):
+        make(template=CHATML).encode_turn(
+            [{"role": "user", "content": "a"}], after=0, thinking=True
+        )
+
+
 def save(tokenizer: Tokenizer, directory: pathlib.Path) -> pathlib.Path:
     tokenizer._wrapped.save_pretrained(directory)
     (directory / "config.json").write_text('{"model_type": "llama"}')

@@ -239,6 +239,14 @@ class DecodeConfig:
     trace: str | None = option(
         None, "PNG file for a picture of the run: live tokens by thought, and bytes, over steps"
     )
+    save_cache: str | None = option(
+        None, "file for the cache after the answer, to go on from with --load-cache"
+    )
+    load_cache: str | None = option(
+        None,
+        "go on from a saved cache, with the same model and method: the prompt is the next turn; "
+        "without one the answer goes on",
+    )
     kernel: Literal["triton", "xla"] | None = option(
         None, "what computes attention (default: the GPU's kernel where it can run)"
     )
@@ -286,6 +294,9 @@ class DecodeConfig:
             raise UsageError("--trace draws one answer: leave it out with --prompts")
         if self.prompts and self.stream:
             raise UsageError("--stream is for one prompt: leave it out with --prompts")
+        for name in ("save_cache", "load_cache"):
+            if getattr(self, name) is not None:
+                self._check_kept("--" + name.replace("_", "-"))
         if self.samples > 1:
             for name in ("compare", "trace", "stream"):
                 if getattr(self, name):
@@ -298,6 +309,21 @@ class DecodeConfig:
         _check_processes(self)
         if self.stream and self.answer_format != "text":
             raise UsageError(f"--stream prints text: leave it out with --format {self.format}")
+
+    def _check_kept(self, flag: str) -> None:
+        """Refuse what does not go with ``--save-cache`` or ``--load-cache``."""
+        without = {"explain": self.explain, "prompts": self.prompts, "samples": self.samples > 1}
+        if flag == "--load-cache":
+            without |= {
+                "compare": self.compare,
+                "fit": self.fit,
+                "kv_budget_bytes": self.kv_budget_bytes,
+                "system_prompt": self.system_prompt,
+            }
+        for name, given in without.items():
+            if given:
+                name = name.replace("_", "-")
+                raise UsageError(f"--{name} does not go with {flag}: leave one of them out")
 
     @property
     def answer_format(self) -> Literal["text", "json", "jsonl"]:
@@ -319,6 +345,9 @@ def _check_processes(config: DecodeConfig) -> None:
     count, own = config.num_processes, config.process_id
     if config.explain is not None and config.tp * config.dp > 1:
         raise UsageError("--tp and --dp are for answers: leave them out with --explain")
+    kept = {"--save-cache": config.save_cache, "--load-cache": config.load_cache}
+    if config.tp * config.dp > 1 and (flag := next(filter(kept.get, kept), None)):
+        raise UsageError(f"{flag} is for one device: leave out --tp and --dp")
     if config.coordinator is None or config.coordinator == "auto":
         given = {"--num-processes": count, "--process-id": own}
         if unused := next((flag for flag, value in given.items() if value is not None), None):

@@ -22,6 +22,8 @@ def read_input(config: DecodeConfig) -> list[Row]:
         return [read_prompt(config.prompt_file, "--prompt-file")]
     if config.prompt == "-":
         return [read_prompt("-", "--prompt")]
+    if config.prompt is None and config.load_cache is not None:
+        return [Row(1, [])]  # the answer goes on
     if config.prompt is None:
         raise UsageError("no prompt: give --prompt, --prompt-file or --prompts")
     return [text_row(config.prompt, "--prompt")]
@@ -71,6 +73,7 @@ def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:
         "stop_texts": config.stop,
         "kernel": config.kernel,
         "samples": config.samples,
+        "keep_cache": config.save_cache is not None,
     }
 
 

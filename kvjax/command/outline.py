@@ -104,7 +104,7 @@ def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeCon
     options = prompt_options(config, full())
     lengths = []
     for row in rows:
-        if row.prompt is None:
+        if not row.prompt:
             continue
         try:
             lengths.append(len(read_prompt(lm, 0, row.prompt, options).ids))

@@ -49,6 +49,9 @@ FLAGS = {
     "samples": "--samples",
     "tp": "--tp",
     "dp": "--dp",
+    "cache": "--load-cache",
+    "keep_cache": "--save-cache",
+    "system_prompt": "--system-prompt",
 }
 """What the command calls the fields of recipes, and options of ``kvjax.stream``, in errors."""
 

@@ -16,6 +16,7 @@ from kvjax.command.files import check_matplotlib, check_writable
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_answer, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
+from kvjax.command.kept import check_kept, keep, read_kept
 from kvjax.command.outline import limits, outline, prompt_lengths
 from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
@@ -60,6 +61,9 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         config_file,
     )
     inputs = tuple(str(path) for path in named if path and path != "-" and os.path.exists(path))
+    check_kept(config, inputs)
+    if config.load_cache is not None:  # which may be saved to, but not answered to
+        inputs = (*inputs, config.load_cache)
     if config.trace is not None:
         check_writable(config.trace, "--trace", inputs)
     growing = config.answer_format == "jsonl"
@@ -104,6 +108,7 @@ class _Run:
         automatic = plain and sys.stdout.isatty()
         self.streaming = automatic if config.stream is None else config.stream
         self.lm: kvjax.LanguageModel | None = None
+        self.past: kvjax.Conversation | None = None
         self.phase = ""
         self.load_s = 0.0
         self.decode_s = 0.0
@@ -114,7 +119,9 @@ class _Run:
         with Clock() as clock:
             keep_compiled_programs()
             self._settle()
+            past = read_kept(self.config, self.recipe)
             self.lm = lm = self._load()
+            self.past = past or read_kept(self.config, self.recipe, lm)
             loading_compiled = clock.compile_s
             self.interrupts.wait_for_answers()
             self._decode(lm)
@@ -178,6 +185,7 @@ class _Run:
             lm,
             prompts,
             **options,
+            cache=self.past,
             memory_bytes=allowed_memory(self.config),
             should_stop=self.interrupts.requested,
         )
@@ -222,6 +230,7 @@ class _Run:
             self._add(row, event.sample, made)
             if self.config.trace and event.result.history is not None:
                 self._draw(event.result)
+            keep(self.config, event.result)
 
     def _place(self, row: int, sample: int) -> int:
         """Where an answer stands in the output."""

@@ -49,7 +49,8 @@ class Flight:
     @property
     def needs_steps(self) -> bool:
         """Whether it can get more tokens than those that have been dispatched."""
-        return self.running and self.done < self.row.request.max_new - 1
+        request = self.row.request
+        return self.running and self.done < request.max_new - (not request.goes_on)
 
     @property
     def length(self) -> int:
@@ -190,7 +191,7 @@ class Batch:
     def done(self) -> np.ndarray:
         """Steps that every row has taken."""
         running = [flight is not None and flight.needs_steps for flight in self.flights]
-        steps = [flight.done if flight is not None else IDLE for flight in self.flights]
+        steps = [IDLE if f is None else f.row.request.before + f.done for f in self.flights]
         return np.where(running, steps, IDLE).astype(np.int32)
 
     def compressing(self) -> np.ndarray:
@@ -257,7 +258,7 @@ class Batch:
             reasoning=reasoning,
             report=report(self.lm, self._options, self._planned, flight.lap, log, row),
             error=row.error,
-            history=log.history(self._options.recipe, len(row.request.ids)),
+            history=log.history(self._options.recipe, row.request.prompt),
         )
         return _done(row.request, result)
 

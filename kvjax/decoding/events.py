@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.decoding.conversation import Conversation
+
 FinishReason = Literal["stop", "length", "repetition", "cache_full", "interrupted", "error"]
 
 
@@ -69,6 +71,7 @@ class Result:
         report: usage, timing, bytes and the run's settings, ready for JSON.
         error: what went wrong with this row.
         history: what its cache held after every chunk.
+        cache: what can be gone on from, where it was to be kept.
     """
 
     text: str
@@ -79,6 +82,7 @@ class Result:
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str | None = None
     history: History | None = dataclasses.field(default=None, repr=False, compare=False)
+    cache: Conversation | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

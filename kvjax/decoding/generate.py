@@ -7,6 +7,7 @@ from typing import Literal
 from kvjax.cache import plan
 from kvjax.cache.fitting import plan_of_longest
 from kvjax.cache.plan import Plan
+from kvjax.decoding.conversation import Conversation
 from kvjax.decoding.events import Event, Result
 from kvjax.decoding.loop import decode_all
 from kvjax.decoding.requests import (
@@ -18,7 +19,7 @@ from kvjax.decoding.requests import (
     read_prompts,
     with_special_stops,
 )
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.recipes import Recipe, full
@@ -68,6 +69,8 @@ def stream(
     stop_texts: Sequence[str] = (),
     kernel: Literal["triton", "xla"] | None = None,
     memory_bytes: int | None = None,
+    cache: Conversation | None = None,
+    keep_cache: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Decode prompts, telling what happens as it happens.
@@ -97,6 +100,10 @@ def stream(
         memory_bytes: what weights, cache and reading prompts may take; None: what the device has.
             Where that is too little for ``batch_size`` rows as long as the longest can get, a
             prompt waits until there are pages for it.
+        cache: a conversation to go on from, ``Result.cache`` of a run or what ``kvjax.load_cache``
+            returned. The only prompt is its next turn, which the chat template puts behind it; an
+            empty one lets the answer go on. ``recipe`` is the conversation's.
+        keep_cache: let ``Result.cache`` of the only answer be what can be gone on from.
         should_stop: asked before every chunk; True ends every row as ``interrupted``.
 
     Yields:
@@ -110,8 +117,15 @@ def stream(
         own = getattr(lm.defaults, name)
         return value if value is not None else neutral if own is None else own
 
+    if cache is not None or keep_cache:
+        if lm.mesh is not None:
+            name = "keep_cache" if cache is None else "cache"
+            raise UsageError(f"{name} is for one device: load the model without a mesh")
+        _check_conversation(prompts, samples, cache, system_prompt)
+    if recipe is None:
+        recipe = full() if cache is None else cache.recipe
     asked = Options(
-        recipe=recipe or full(),
+        recipe=recipe,
         max_new_tokens=max_new_tokens,
         temperature=default(temperature, "temperature", 0.0),
         top_k=default(top_k, "top_k", 0),
@@ -130,16 +144,21 @@ def stream(
         else listed("stop_texts", stop_texts),
         kernel=kernel,
         samples=samples,
+        keep_cache=keep_cache,
     )
     check_model(asked.recipe, lm)
+    if cache is not None:
+        cache.check(lm, asked.recipe)
     options = with_special_stops(lm, asked)
-    requests, errors = read_prompts(lm, prompts, options)
+    requests, errors = read_prompts(lm, prompts, options, cache)
     for row, error in errors.items():
         yield from _failed(Request(row, (), 0, False), error, samples)
     if not requests:
         return
     at_once = min(batch_size, samples * len(requests))
     rows = -(-at_once // data_groups(lm.mesh))
+    # What a conversation has read since its prompt is kept as an answer is.
+    new = max(len(request.ids) - request.prompt for request in requests) + max_new_tokens
 
     def planned(prompt_tokens: int, rows: int = rows) -> Plan:
         return plan(
@@ -147,7 +166,7 @@ def stream(
             options.recipe,
             batch_size=rows,
             prompt_tokens=prompt_tokens,
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=new,
             dtype=lm.dtype,
             parameter_bytes=lm.nbytes,
             memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
@@ -155,16 +174,32 @@ def stream(
             tp=shards(lm.mesh),
         )
 
-    lengths = [len(request.ids) for request in requests]
-    longest, taken = plan_of_longest(lm.config, lengths, max_new_tokens, planned)
+    lengths = [request.prompt for request in requests]
+    longest, taken = plan_of_longest(lm.config, lengths, new, planned)
     admitted = []
     for request in requests:
-        if len(request.ids) > longest:
-            yield from _failed(request, planned(len(request.ids), rows=1).refusal(), samples)
+        if request.prompt > longest:
+            yield from _failed(request, planned(request.prompt, rows=1).refusal(), samples)
             continue
         admitted += [dataclasses.replace(request, sample=sample) for sample in range(samples)]
     alone = samples * len(prompts) == 1
     yield from decode_all(lm, admitted, taken, options, should_stop, alone=alone)
+
+
+def _check_conversation(
+    prompts: Sequence[Prompt], samples: int, cache: Conversation | None, system_prompt: str | None
+) -> None:
+    """Refuse what a conversation cannot have.
+
+    Raises:
+        UsageError: several answers, or another beginning.
+    """
+    name = "keep_cache" if cache is None else "cache"
+    answers = samples * len(prompts)
+    if answers != 1:
+        raise UsageError(f"{name} is for one prompt and one answer, got {answers} answers")
+    if cache is not None and system_prompt is not None:
+        raise UsageError("system_prompt has no effect on a conversation that has begun: drop it")
 
 
 def _failed(request: Request, error: KvjaxError, samples: int) -> Iterator[Event]:

@@ -4,12 +4,15 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
+import numpy as np
+
 from kvjax.cache.plan import Plan, padded_prompt
 from kvjax.decoding.batch import Batch, Flight
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_state
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.empty import empty_cache
-from kvjax.decoding.events import Event
+from kvjax.decoding.events import Event, Result
 from kvjax.decoding.fill import (
     continue_prompt,
     drop_prompt,
@@ -21,6 +24,7 @@ from kvjax.decoding.fill import (
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import seed_bits
 from kvjax.decoding.requests import Options, Request
+from kvjax.decoding.resume import conversation, resume
 from kvjax.decoding.sampling import Sampling
 from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
@@ -54,12 +58,18 @@ def decode_all(
     Raises:
         NumericalError: the logits of the only request are not finite.
     """
-    options = dataclasses.replace(options, recipe=planned.recipe)
+    asked, options = options.recipe, dataclasses.replace(options, recipe=planned.recipe)
+
+    def keep(state: DecodeState, result: Result) -> Result:
+        given = lm, state, requests[0], result.tokens, options, asked
+        return dataclasses.replace(result, cache=conversation(*given))
+
     with Clock() as clock:
         waiting, batches = collections.deque(requests), []
         for own in groups(lm):
             batches.append(Batch(own, waiting, options, planned, clock, batches))
-        runs = [_run(batch.lm, batch, planned, options, should_stop) for batch in batches]
+        kept = keep if options.keep_cache else None
+        runs = [_run(b.lm, b, planned, options, should_stop, kept) for b in batches]
         yield from _in_turns(runs)
     errors = [batch.numerical_error for batch in batches if batch.numerical_error]
     if errors and alone:
@@ -86,17 +96,33 @@ def _run(
     planned: Plan,
     options: Options,
     should_stop: Callable[[], bool],
+    keep: Callable[[DecodeState, Result], Result] | None,
 ) -> Iterator[Event | None]:
     """Fill free rows, dispatch a chunk, and read what was dispatched before it.
 
-    Yields ``DISPATCHED`` before it reads, which waits for the devices.
+    Args:
+        keep: puts what the only row has become into its result, where that is asked for.
+
+    Yields:
+        Events, and ``DISPATCHED`` before it reads, which waits for the devices.
     """
     state, sampling = None, sampling_of(batch.samples(), options)
     dispatched: list[tuple[ChunkOutput, list[Flight | None]]] = []
     phase = ""
+
+    def told(events: Iterator[Event]) -> Iterator[Event]:
+        for event in events:
+            result = event.result
+            if keep and result and result.tokens and not result.error:
+                event = dataclasses.replace(event, result=keep(state, result))
+            yield event
+
     while batch.busy():
         if should_stop():
-            yield from batch.end_all("interrupted")
+            if keep:  # what has been decoded is not lost
+                for output, flights in dispatched:
+                    yield from told(batch.take(output, flights))
+            yield from told(batch.end_all("interrupted"))
             return
         if state is None:
             phase = "prefill"
@@ -112,14 +138,14 @@ def _run(
                 state = drop_prompt(state, parked)
             for rows in _together(batch.admit(), planned):
                 flights = [batch.flights[row] for row in rows]
-                state, output = _fill(lm, state, batch, rows, flights, options)
-                filled.append((output, flights))
+                state, outputs = _fill(lm, state, batch, rows, flights, options)
+                filled += [(output, flights) for output in outputs]
                 if options.samples > 1:
                     sampling = sampling_of(batch.samples(), options)
         if idle and filled:  # the device has nothing else to do: tell the first tokens at once
             yield DISPATCHED
             for output, flights in filled:
-                yield from batch.take(output, flights)
+                yield from told(batch.take(output, flights))
             continue
         before, dispatched = [*dispatched, *filled], []
         if batch.stepping():
@@ -131,7 +157,7 @@ def _run(
             dispatched.append((output, list(batch.flights)))
         yield DISPATCHED
         for output, flights in before:
-            yield from batch.take(output, flights)
+            yield from told(batch.take(output, flights))
 
 
 def _fill(
@@ -141,16 +167,43 @@ def _fill(
     rows: list[int],
     flights: list[Flight],
     options: Options,
-) -> tuple[DecodeState, ChunkOutput]:
+) -> tuple[DecodeState, list[ChunkOutput]]:
     """Read prompts into rows, or let a row go on from one that has been read."""
     requests = [flight.row.request for flight in flights]
+    if requests[0].past is not None:
+        return _resume(lm, state, flights[0], options)
     prompt = batch.prompts.get(requests[0].row)
     if prompt is None:
-        return fill_rows(lm, state, rows, requests, options)
+        state, output = fill_rows(lm, state, rows, requests, options)
+        return state, [output]
     ((row,), (request,), (flight,)) = rows, requests, flights
     if prompt.parked is None:
         state, prompt.parked = park_prompt(lm, state, request, options)
-    return continue_prompt(state, row, prompt.parked, request, options, flight.lent)
+    state, output = continue_prompt(state, row, prompt.parked, request, options, flight.lent)
+    return state, [output]
+
+
+def _resume(
+    lm: LanguageModel, state: DecodeState, flight: Flight, options: Options
+) -> tuple[DecodeState, list[ChunkOutput]]:
+    """Go on from a conversation up to the end of a tick, from where on its steps are whole ones."""
+    request, recipe = flight.row.request, options.recipe
+    state, first = resume(lm, state, request, options)
+    outputs = [] if first is None else [first]
+    steps, left = -request.before % recipe.tick, int(state.left[0])
+    if recipe.keeps_all or not steps or not left:
+        return state, outputs
+    state = dataclasses.replace(state, left=jnp.asarray([min(left, steps)], jnp.int32))
+    sampling = sampling_of([request.sample], options)
+    width = _width(_reach(flight, recipe.tick))
+    state, output = _decode(
+        lm, state, sampling, np.zeros(1, bool), options, steps=recipe.tick, width=width
+    )
+    flight.done += steps
+    taken = int(output.real.sum())
+    ended = taken < steps or int(state.token[0]) in options.stop_ids or not state.finite[0]
+    left = 0 if ended else left - taken
+    return dataclasses.replace(state, left=jnp.asarray([left], jnp.int32)), [*outputs, output]
 
 
 def _together(rows: list[int], planned: Plan) -> list[list[int]]:
@@ -183,17 +236,32 @@ def _chunk(
     longest = max(_reach(flight, steps) for flight in batch.stepping())
     halted = batch.halted()
     batch.step(steps)
+    return _decode(lm, state, sampling, halted, options, steps=steps, width=_width(longest))
+
+
+def _decode(
+    lm: LanguageModel,
+    state: DecodeState,
+    sampling: Sampling | None,
+    halted: np.ndarray,
+    options: Options,
+    **shape: int,
+) -> tuple[DecodeState, ChunkOutput]:
+    """``decode_chunk`` as the options have it.
+
+    Raises:
+        UsageError: the kernel that was asked for cannot do it.
+    """
     try:
         return decode_chunk(
             lm.model,
             state,
             sampling,
             halted,
-            steps=steps,
             stop_ids=options.stop_ids,
-            width=_width(longest),
-            recipe=recipe,
+            recipe=options.recipe,
             kernel=options.kernel,
+            **shape,
         )
     except NotImplementedError as error:
         raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error

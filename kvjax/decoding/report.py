@@ -12,7 +12,7 @@ from kvjax import __version__
 from kvjax.cache import Geometry, LayerGeometry, Plan
 from kvjax.decoding.clock import Lap
 from kvjax.decoding.events import History
-from kvjax.decoding.requests import Options
+from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.row import Row
 from kvjax.loading import LanguageModel
 from kvjax.memory import memory_in_use
@@ -223,6 +223,11 @@ def _thoughts(seen: list[Thoughts], row: Row) -> dict[str, Any]:
     }
 
 
+def _cached(request: Request) -> dict[str, int]:
+    """Tokens of the prompt that were in the cache already, where there was one to go on from."""
+    return {} if request.past is None else {"cached": request.past.length}
+
+
 def report(
     lm: LanguageModel,
     options: Options,
@@ -239,6 +244,7 @@ def report(
             "prompt": len(row.request.ids),
             "generated": len(row.tokens),
             "think": row.think_tokens,
+            **_cached(row.request),
         },
         "timing": lap.as_dict(),
         "kv": {

@@ -9,6 +9,7 @@ from types import NoneType
 import jax
 
 from kvjax.compress.selectors import Streaming
+from kvjax.decoding.conversation import Conversation
 from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
@@ -23,6 +24,7 @@ _KINDS = {
     "chat": (bool,),
     "thinking": (bool, NoneType),
     "repetition_stop": (bool,),
+    "keep_cache": (bool,),
 }
 _WORDS = {str: "a text", bool: "True or False", NoneType: "None"}
 
@@ -70,6 +72,7 @@ class Options:
     stop_texts: tuple[str, ...] = ()
     kernel: str | None = None
     samples: int = 1
+    keep_cache: bool = False
 
     def __post_init__(self):
         limits = {
@@ -141,10 +144,11 @@ class Request:
 
     Attributes:
         row: index among the prompts.
-        ids: token ids, chat template included.
+        ids: token ids, chat template included; all of a conversation's, where it goes on from one.
         max_new: tokens that may be chosen, as far as the context reaches.
         truncated: the context, and not the caller, set ``max_new``.
         sample: which of the prompt's samples it is.
+        past: what it goes on from.
     """
 
     row: int
@@ -152,17 +156,50 @@ class Request:
     max_new: int
     truncated: bool
     sample: int = 0
+    past: Conversation | None = None
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that are read as a prompt; what comes after them is kept as an answer is."""
+        return len(self.ids) if self.past is None else self.past.prompt
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is nothing to read: the answer of a conversation goes on."""
+        return self.past is not None and len(self.ids) == len(self.past.tokens)
+
+    @property
+    def before(self) -> int:
+        """Tokens read behind the prompt before the first one is chosen."""
+        return len(self.ids) - self.goes_on - self.prompt
 
 
-def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -> Request:
+def read_prompt(
+    lm: LanguageModel,
+    row: int,
+    prompt: Prompt,
+    options: Options,
+    past: Conversation | None = None,
+) -> Request:
     """Tokenise one prompt and see that it fits.
+
+    Args:
+        lm: what ``kvjax.load`` returned.
+        row: index among the prompts.
+        prompt: the next turn, where there is a ``past``; an empty one lets the answer go on.
+        options: of the run.
+        past: a conversation to go on from.
 
     Raises:
         UsageError: an empty prompt, ids out of the vocabulary, messages without a chat template.
         ModelError: text for a model without a tokenizer.
         CapacityError: a prompt that leaves no room in the model's context.
     """
-    ids = tuple(map(int, _tokenise(lm, prompt, options)))
+    ids = tuple(map(int, _tokenise(lm, prompt, options, past)))
+    if past is not None:
+        if not ids and past.answered and past.tokens[-1] in options.stop_ids:
+            raise UsageError("the answer has ended: give the next turn as a prompt")
+        ids = (*past.tokens, *ids)
     if not ids:
         raise UsageError("the prompt is empty: give it at least one token")
     context = lm.config.context_length
@@ -173,10 +210,12 @@ def read_prompt(lm: LanguageModel, row: int, prompt: Prompt, options: Options) -
             f"shorten the prompt by at least {1 - room} tokens"
         )
     max_new = min(options.max_new_tokens, room)
-    return Request(row, ids, max_new, truncated=max_new < options.max_new_tokens)
+    return Request(row, ids, max_new, max_new < options.max_new_tokens, past=past)
 
 
-def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[int]:
+def _tokenise(
+    lm: LanguageModel, prompt: Prompt, options: Options, past: Conversation | None
+) -> Sequence[int]:
     if isinstance(prompt, Mapping):
         raise UsageError(f"a prompt of messages must be a list of them, got {prompt!r}")
     if not isinstance(prompt, str) and all(isinstance(token, numbers.Integral) for token in prompt):
@@ -192,9 +231,12 @@ def _tokenise(lm: LanguageModel, prompt: Prompt, options: Options) -> Sequence[i
         if not prompt.strip():
             raise UsageError("the prompt is empty: give it at least one word")
         if not (options.chat and lm.tokenizer.has_chat_template):
-            return lm.tokenizer.encode(prompt)
+            return lm.tokenizer.encode(prompt, starts=past is None)
         prompt = [{"role": "user", "content": prompt}]
-    return lm.tokenizer.encode_chat(_with_system(prompt, options), thinking=options.thinking)
+    messages, thinking = _with_system(prompt, options), options.thinking
+    if past is None:
+        return lm.tokenizer.encode_chat(messages, thinking=thinking)
+    return lm.tokenizer.encode_turn(messages, after=past.tokens[-1], thinking=thinking)
 
 
 def _with_system(messages: Sequence[Mapping[str, str]], options: Options) -> list[dict[str, str]]:
@@ -256,7 +298,10 @@ def check_model(recipe: Recipe, lm: LanguageModel) -> None:
 
 
 def read_prompts(
-    lm: LanguageModel, prompts: Sequence[Prompt], options: Options
+    lm: LanguageModel,
+    prompts: Sequence[Prompt],
+    options: Options,
+    past: Conversation | None = None,
 ) -> tuple[list[Request], dict[int, KvjaxError]]:
     """Every prompt that can be read, and the error of every one that cannot.
 
@@ -275,7 +320,7 @@ def read_prompts(
     requests, errors = [], {}
     for row, prompt in enumerate(prompts):
         try:
-            requests.append(read_prompt(lm, row, prompt, options))
+            requests.append(read_prompt(lm, row, prompt, options, past))
         except KvjaxError as error:
             if len(prompts) == 1:
                 raise

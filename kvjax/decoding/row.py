@@ -30,12 +30,25 @@ class Row:
         self.error: str | None = None
         self.think_tokens = 0
         self._thought_from = 0
-        self._thinking = bool(lm.tokenizer) and lm.tokenizer.thinking_open(request.ids)
+        answered = request.past.answered if request.goes_on else 0
+        given = request.ids[: len(request.ids) - answered]
+        self._thinking = bool(lm.tokenizer) and lm.tokenizer.thinking_open(given)
         self._stop_ids = options.stop_ids
         self._watch = LoopWatch() if options.repetition_stop else None
         self._detokenizer = lm.tokenizer.detokenizer() if lm.tokenizer else None
-        self._stop_texts = options.stop_texts
+        self._stop_texts: tuple[str, ...] = ()
         self._unsent = ""  # text that may be the beginning of a stop text, and what just came
+        self._go_on(request.ids[len(given) :])
+        self._stop_texts = options.stop_texts
+
+    def _go_on(self, answered: tuple[int, ...]) -> None:
+        """Know what the answer was so far, which is none of this row's own text."""
+        for token in answered:
+            if self._watch is not None:
+                self._watch, _ = self._watch.push(token)
+            if token not in self._stop_ids:
+                self._detokenise(token)
+        self.pieces, self._unsent, self.think_tokens, self._thought_from = [], "", 0, 0
 
     @property
     def phase(self) -> str:

@@ -42,7 +42,8 @@ def mentioned() -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_python_in_the_docs_runs(page, model, capsys):
+def test_python_in_the_docs_runs(page, model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
         names: dict = {}
         # Blocks of a page build on the first one's model.
@@ -58,6 +59,9 @@ def test_commands_in_the_docs_run(command, decode, model, tmp_path, monkeypatch)
     questions = [json.dumps({"prompt": text}) for text in ("Why?", "How?")]
     pathlib.Path("questions.jsonl").write_text("\n".join(questions))
     argv = shlex.split(command.replace("path/to/model", str(model)))[3:]
+    if "--load-cache" in argv:  # what the command before it has saved
+        at = argv.index("--load-cache")
+        decode(*argv[:at], *argv[at + 2 :], "--max-new-tokens", "4")
     outcome = decode(*argv, "--max-new-tokens", "4", stdin=b"Why?")
     assert outcome.code == 0, outcome.err
     answers = pathlib.Path("answers.jsonl")

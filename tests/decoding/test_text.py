@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import kvjax
+from kvjax.decoding.conversation import Conversation
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.row import Row
 from tests.decoding import small
@@ -107,7 +108,7 @@ def test_prompts_that_are_none(text_lm, prompt, message):
         small.decode([prompt], text_lm)
 
 
-def row_of(lm, ids, stop_ids=(), max_new=1000, truncated=False) -> Row:
+def row_of(lm, ids, stop_ids=(), max_new=1000, truncated=False, past=None) -> Row:
     options = Options(
         recipe=kvjax.recipes.full(),
         max_new_tokens=max_new,
@@ -124,7 +125,7 @@ def row_of(lm, ids, stop_ids=(), max_new=1000, truncated=False) -> Row:
         repetition_stop=True,
         stop_ids=stop_ids,
     )
-    return Row(lm, Request(0, tuple(ids), max_new, truncated), options)
+    return Row(lm, Request(0, tuple(ids), max_new, truncated, past=past), options)
 
 
 def thinker(template: str):
@@ -162,6 +163,29 @@ def test_the_thinking_block(template, said, answer, reasoning, thought, at_once)
     assert streamed == said
     assert row.split() == (answer, reasoning)
     assert row.think_tokens == thought
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "phase", "split"),
+    [
+        ("<think>hm", ", so</think>yes", "think", ("yes", ", so")),
+        ("<think>hm", ", so", "think", ("", ", so")),
+        ("<think>hm</think>", "yes", "answer", ("yes", None)),
+        ("oh", " no", "answer", (" no", None)),
+    ],
+)
+def test_an_answer_that_goes_on(before, after, phase, split):
+    """What was said before is known, and is no text of what comes."""
+    tokenizer, row = thinker(CHATML)
+    said = tokenizer.encode(before)
+    tokens = (*row.request.ids, *said)
+    past = Conversation(tokens, len(said), kvjax.recipes.full(), "", "", "float32", {})
+    lm = dataclasses.replace(small.lm(), tokenizer=tokenizer)
+    row = row_of(lm, tokens, past=past)
+    assert (row.phase, row.tokens, row.pieces) == (phase, [], [])
+    text, _ = row.push(tokenizer.encode(after))
+    assert text + row.end("length") == after
+    assert row.split() == split
 
 
 def test_marks_that_are_spelled_out():

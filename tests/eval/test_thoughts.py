@@ -10,11 +10,13 @@ import pytest
 import kvjax
 from kvjax.errors import UsageError
 from kvjax.eval.bench_thoughts import (
+    AROUND,
     above,
     attention_of,
     borders_found,
     by_lot,
     kinds_found,
+    local,
     main,
     matched,
     peaks,
@@ -77,6 +79,15 @@ def test_a_step_is_the_difference_of_means(rng):
     for at in (1, 3, 4, 20, 47, 49):
         left, right = values[max(at - 4, 0) : at], values[at : at + 4]
         assert found[at] == pytest.approx(abs(right.mean() - left.mean()))
+
+
+def test_local_is_the_contrast_with_the_tokens_around():
+    rising = np.linspace(0, 9, 3 * AROUND)[None]
+    inside = slice(AROUND, -AROUND)
+    assert np.abs(local(rising)[:, inside]).max() < 0.01
+    bump = np.zeros((1, 3 * AROUND))
+    bump[:, AROUND + 40 : AROUND + 60] = 1
+    assert local(bump)[0, AROUND + 50] == pytest.approx(1 - 20 / AROUND)
 
 
 def test_peaks_keep_their_distance():
