@@ -1,11 +1,14 @@
 """Milliseconds a decode step takes at a model's shape, with random weights and a filled cache.
 
     python -m kvjax.eval.bench_decode --batch 1 8 32 128 --out eval/results/decode_h200.json
+    python -m kvjax.eval.bench_decode --context 32768 --methods thinkv --batch 1 256 0
 
 Times ``decode_chunk``, the program that decoding calls, and the maintenance between chunks, over
 whole periods of it, and sets them against the memory roofline: the bytes that a step must read
 (weights, and the keys, values, scales and biases of live slots) over the bandwidth that the same
 run measured. Rows stand at ``--context`` tokens, of which a method that evicts holds ``--budget``.
+"rkv-gathered" is R-KV without pages, as its authors keep a cache (``kvjax.eval.gathered``). A
+process' peak is of all that it has measured so far: give each method a process of its own.
 """
 
 import argparse
@@ -29,7 +32,9 @@ from kvjax.cache.slots import replace_class
 from kvjax.decoding.chunk import DecodeState, decode_chunk
 from kvjax.decoding.empty import spread_cache
 from kvjax.decoding.maintain import maintain
+from kvjax.eval import gathered
 from kvjax.eval.record import run_record, write_json
+from kvjax.memory import device_memory, memory_in_use
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
@@ -37,7 +42,12 @@ from kvjax.sharding import on, per_shard, shards
 from kvjax.thoughts import Sparsity
 from pallas_kernels import SCRATCH_PAGE
 
-METHODS = ("full", "uniform", "rkv", "thinkv")
+GATHERED = "rkv-gathered"
+METHODS = ("full", "uniform", "rkv", GATHERED, "thinkv")
+EVERY = recipes.rkv().every
+LARGEST = 0
+"""As a batch size: as many rows as fit."""
+_ROOM = 0.85  # of the memory that weights and cache may take; a step's temporaries need some
 LLAMA_8B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -233,38 +243,111 @@ def timed(
     return Timed(raw, first_s, states)
 
 
+def largest_batch(
+    config: ModelConfig, recipe: Recipe, parameter_bytes: int, context: int, tp: int = 1
+) -> int:
+    """Rows of ``context`` tokens that fit each of ``tp`` devices beside so many bytes of weights,
+    a multiple of eight where there are as many."""
+    planned = plan(
+        config,
+        recipe,
+        batch_size=1,
+        prompt_tokens=64,
+        max_new_tokens=context - 64,
+        dtype=jnp.bfloat16,
+        parameter_bytes=parameter_bytes,
+        memory_bytes=int(_ROOM * device_memory()),
+        tp=tp,
+    )
+    return _in_eights(planned.largest_batch())
+
+
+def _in_eights(rows: int) -> int:
+    return rows // 8 * 8 or rows
+
+
 def measure(
     config: ModelConfig,
     model: Decoder,
-    recipe: Recipe,
+    name: str,
+    budget: int,
     rows: int,
     context: int,
     repeats: int,
     bandwidth: float,
 ) -> dict:
     """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them."""
-    found = timed(config, [(None, model)], recipe, rows, context, repeats)
-    [state] = found.states
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
     embedding = config.vocab_size * config.hidden_size * 2  # one row of it is read, not all
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - embedding
-    read = _bytes_read(state.cache)
-    floor_ms = 1000 * (weights + read) / bandwidth
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    largest = rows == LARGEST
+    if name == GATHERED:
+        slots = budget + EVERY
+        own = 4 * config.num_layers * config.num_kv_heads * (config.head_dim + 1)
+        if largest:
+            rows = _in_eights(int((_ROOM * device_memory() - parameters) // (own * slots)))
+        found, held = timed_gathered(config, model, budget, rows, context, repeats)
+        # The cache grows from the budget to all of its slots.
+        read = rows * own * config.head_dim / (config.head_dim + 1) * (budget + EVERY / 2)
+    else:
+        recipe = method_of(name, budget)
+        budget = recipe.budget
+        if largest:
+            rows = largest_batch(config, recipe, parameters, context)
+        found = timed(config, [(None, model)], recipe, rows, context, repeats)
+        [state] = found.states
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+        read = _bytes_read(state.cache)
+    bytes_a_step = parameters - embedding + read
+    floor_ms = 1000 * bytes_a_step / bandwidth
     step_ms = statistics.median(found.raw_ms)
     return {
-        "method": recipe.name,
-        "budget": recipe.budget,
+        "method": name,
+        "budget": budget,
         "batch": rows,
+        "largest": largest,
         "context": context,
         "step_ms": step_ms,
         "tokens_per_s": 1000 * rows / step_ms,
-        "bytes_a_step": round(weights + read),
+        "bytes_a_step": round(bytes_a_step),
         "cache_bytes": held,
+        "peak_bytes": memory_in_use()["peak_bytes"],
         "floor_ms": floor_ms,
         "fraction_of_roofline": floor_ms / step_ms,
         "first_period_s": found.first_s,
         "raw_ms": found.raw_ms,
     }
+
+
+def timed_gathered(
+    config: ModelConfig,
+    model: Decoder,
+    budget: int,
+    rows: int,
+    context: int,
+    repeats: int,
+    warm: int = 3,
+) -> tuple[Timed, int]:
+    """Time R-KV with gathered survivors as ``timed`` does, and say what its cache takes."""
+    selector, raw = recipes.rkv().selector, []
+    state = gathered.empty(config, rows, budget + EVERY, selector, jnp.bfloat16)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+    filled = functools.partial(jnp.full_like, state.held)
+    state = state._replace(held=filled(budget), length=filled(context))
+    start = time.perf_counter()
+    for i in range(repeats + warm):
+
+        def period():
+            nonlocal state
+            state, tokens = gathered.decode(model, state, steps=EVERY)
+            state = gathered.cut(state, scale=config.scale, selector=selector, budget=budget)
+            return state.held, tokens
+
+        seconds = _seconds(period)
+        if i == 0:
+            first_s = time.perf_counter() - start
+        if i >= warm:
+            raw.append(1000 * seconds / EVERY)
+    return Timed(raw, first_s, []), held
 
 
 def _period(recipe: Recipe) -> int:
@@ -295,7 +378,8 @@ def _seconds(call) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    batches = f"{LARGEST}: the largest that fits"
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128], help=batches)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["full"])
     parser.add_argument("--budget", type=int, default=1024, help="of what evicts")
@@ -315,20 +399,21 @@ def main() -> None:
         "results": [],
     }
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    print("method   batch  ms/step  tokens/s  floor ms  of roofline  cache GiB  first period s")
+    print("method       batch  ms/step  tokens/s  floor ms  of roofline  cache GiB  first period s")
+    size = {"context": args.context, "repeats": args.repeats, "bandwidth": bandwidth}
     for name in args.methods:
-        recipe = method_of(name, args.budget)
         for rows in args.batch:
             try:
-                result = measure(config, model, recipe, rows, args.context, args.repeats, bandwidth)
+                result = measure(config, model, name, args.budget, rows, **size)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                print(f"{name:8} {rows:5d} does not fit", flush=True)
+                print(f"{name:12} {rows:5d} does not fit", flush=True)
                 break
             record["results"].append(result)
             print(
-                f"{name:8} {rows:5d} {result['step_ms']:8.3f} {result['tokens_per_s']:9.0f} "
+                f"{name:12} {result['batch']:5d} {result['step_ms']:8.3f} "
+                f"{result['tokens_per_s']:9.0f} "
                 f"{result['floor_ms']:9.3f} {result['fraction_of_roofline']:12.2f} "
                 f"{result['cache_bytes'] / 2**30:10.2f} {result['first_period_s']:15.1f}",
                 flush=True,

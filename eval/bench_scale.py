@@ -23,12 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache import plan
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import blank
-from kvjax.eval.bench_decode import LLAMA_8B, method_of, timed
+from kvjax.eval.bench_decode import LARGEST, LLAMA_8B, largest_batch, method_of, timed
 from kvjax.eval.record import run_record, write_json
-from kvjax.memory import device_memory
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.sharding import check_mesh, device_bytes, device_mesh, on, shards, specs
@@ -50,11 +48,8 @@ SMOLLM2 = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-LARGEST = 0
-"""As a batch size: as many rows as fit."""
 MOST = 512
 """Rows that the largest batch has at most: beyond, a step takes long and tells little."""
-_ROOM = 0.85  # of the memory that weights and cache may take; a step's temporaries need some
 _WARM = 2
 
 
@@ -72,24 +67,6 @@ def random_model(config: ModelConfig, mesh: Mesh | None) -> Decoder:
         spread = jax.tree.unflatten(jax.tree.structure(abstract), places)
     with on(mesh):
         return jax.block_until_ready(jax.jit(make, out_shardings=spread)(jax.random.key(0)))
-
-
-def largest_batch(config: ModelConfig, recipe, model: Decoder, context: int, tp: int) -> int:
-    """Rows of ``context`` tokens that fit each of the devices beside the weights."""
-    memory = device_memory()
-    planned = plan(
-        config,
-        recipe,
-        batch_size=1,
-        prompt_tokens=64,
-        max_new_tokens=context - 64,
-        dtype=jnp.bfloat16,
-        parameter_bytes=device_bytes(model, tp),
-        memory_bytes=int(_ROOM * memory),
-        tp=tp,
-    )
-    fits = min(planned.largest_batch(), MOST)
-    return fits // 8 * 8 or fits
 
 
 def decoding(
@@ -111,7 +88,8 @@ def decoding(
         for batch in batches:
             rows, tp = batch, len(groups[0])
             if batch == LARGEST:
-                rows = largest_batch(config, recipe, placed[0][1], context, tp)
+                weights = device_bytes(placed[0][1], tp)
+                rows = min(largest_batch(config, recipe, weights, context, tp), MOST)
             result = {
                 "method": name,
                 "tp": tp,

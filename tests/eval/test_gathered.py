@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.compress.selectors import RKV
+from kvjax.eval import bench_decode
 from kvjax.eval.gathered import cut, decode, empty
 from tests.dynakv.tiny import tiny
 
@@ -68,3 +69,14 @@ def test_it_goes_on_from_what_was_kept(filled):
     )
     assert found.layers[0].pos[:, BUDGET : BUDGET + 3, 0].tolist() == [[20, 21, 22]] * 2
     assert tokens.shape == (3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [bench_decode.GATHERED, "rkv"])
+def test_it_is_timed_beside_the_others(name):
+    lm = tiny("llama", 2)
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), lm.model)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention mixes its types
+        found = bench_decode.measure(lm.config, model, name, 64, 2, 512, 2, 4e12)
+    assert (found["batch"], found["budget"], len(found["raw_ms"])) == (2, 64, 2)
+    assert found["tokens_per_s"] > 0 and found["peak_bytes"] > found["cache_bytes"]
