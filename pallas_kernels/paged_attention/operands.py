@@ -17,18 +17,18 @@ from pallas_kernels.formats import PER_BYTE
 NEG_INF = -1e30  # the logit of a free slot: finite, so that nothing becomes NaN
 LOWEST = -1e29  # where the top logit starts: far above a free slot's, which so gets weight zero
 
-_TOP = 32512.0  # the largest number whose two signed bytes are both in range
-_ROUND = 12582912.0  # 1.5 * 2**23: added to a float32, the sum's low bits are the nearest integer
-_TINY = 1e-30
+TOP = 32512.0  # the largest number whose two signed bytes are both in range
+ROUND = 12582912.0  # 1.5 * 2**23: added to a float32, the sum's low bits are the nearest integer
+TINY = 1e-30
 
 # Plane p of a byte is ((byte << left - bits * p) & mask) ^ flip, a signed byte that says
 # level * unit.
-_INTEGERS = {
+INTEGERS = {
     "int8": (0, 0xFF, 0x80, 1.0),
     "int4": (4, 0xF0, 0x80, 16.0),
     "int2": (6, 0xC0, 0xA0, 64.0),
 }
-FORMATS = ("float", "fp8", *_INTEGERS)
+FORMATS = ("float", "fp8", *INTEGERS)
 _FP8_UNIT = 1 / 256  # an e4m3's bits, moved to where a float16 has them, say so much of it
 
 
@@ -88,7 +88,7 @@ class Side:
     @property
     def narrowest(self) -> int:
         """The least columns of queries that a product takes."""
-        return 4 if self.fmt in _INTEGERS else 8
+        return 4 if self.fmt in INTEGERS else 8
 
     @property
     def width(self) -> int:
@@ -97,7 +97,7 @@ class Side:
     @property
     def padded(self) -> int:
         """Stored channels of a tile: a power of two, as much as a product takes."""
-        least = 32 if self.fmt in _INTEGERS else 16
+        least = 32 if self.fmt in INTEGERS else 16
         return max(least, pl.next_power_of_2(self.width))
 
     def channels(self):
@@ -171,13 +171,13 @@ class Codes(Side):
         """What stands on the right for float32 numbers, the two bytes of each side by side."""
         if self.fmt == "fp8":
             return (x * inverse[None]).astype(jnp.float16)
-        moved = _fma(x, inverse[None] * _TOP, _ROUND, self.interpret)
+        moved = _fma(x, inverse[None] * TOP, ROUND, self.interpret)
         bits = jax.lax.bitcast_convert_type(moved, jnp.int32)
         pair = ((bits + 128) >> 8).astype(jnp.int8), bits.astype(jnp.int8)
         return jnp.stack(pair, -1).reshape(x.shape[0], -1)
 
     def _factor(self, largest):
-        unit = _FP8_UNIT if self.fmt == "fp8" else _INTEGERS[self.fmt][3] * _TOP
+        unit = _FP8_UNIT if self.fmt == "fp8" else INTEGERS[self.fmt][3] * TOP
         return largest * (1 / unit)
 
     def _dots(self, tile, right, plane):
@@ -191,7 +191,7 @@ class Codes(Side):
         return (high * 256 + low).astype(jnp.float32)
 
     def _bytes(self, tile, plane):
-        left, mask, flip, _ = _INTEGERS[self.fmt]
+        left, mask, flip, _ = INTEGERS[self.fmt]
         left -= 8 // self.planes * plane
         if self.interpret:
             moved = ((tile << left) & jnp.uint8(mask)) ^ jnp.uint8(flip)
@@ -218,7 +218,7 @@ def _largest(parts):
     tops = [jnp.abs(part).max(0) for part in parts]
     for top in tops[1:]:
         tops[0] = jnp.maximum(tops[0], top)
-    return jnp.maximum(tops[0], _TINY)
+    return jnp.maximum(tops[0], TINY)
 
 
 def _fma(a, b, c, interpret):

@@ -102,7 +102,7 @@ def paged_attention_triton(
         shares(*coded_queries(pages, q), pages, table, launch=launch or _launch(pages))
         for q, pages, table in zip(queries, pools, tables, strict=True)
     ]
-    return _combine(parts, queries[0], pools, tables, sinks)
+    return combine(parts, queries[0], pools, tables, sinks)
 
 
 def _launch(pages: KVPages) -> Launch:
@@ -283,7 +283,7 @@ def _place(table, row, head, step, page, slots) -> Place:
     return Place(ids, jnp.arange(page))
 
 
-def _combine(parts, q, pools, tables, sinks):
+def combine(parts, q, pools, tables, sinks):
     """Merge the shares of all pools."""
     kv_heads = tables[0].shape[1]
     tops = [part["top"].max(2) for part in parts]

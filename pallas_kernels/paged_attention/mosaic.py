@@ -1,0 +1,699 @@
+"""``paged_attention`` for Hopper GPUs: pages come by bulk copies, some steps before they are read.
+
+A program is one warpgroup and takes one row, one KV head and a share of one pool's pages; all pools
+are in one launch. A step is ``4 * span`` slots in whole pages, ``span`` for each warp, which keeps
+its own top logit and sums until the end, so that no warp waits for another but for copies. As in
+the Triton kernel, pages stand on the left of products of bytes, and what stands on the right is two
+numbers in neighbouring columns, of which the sum is finer than either: the two bytes of a 16-bit
+number, or a bfloat16 and what it left over. ``lanes`` has the threads' own instructions.
+
+Nothing is moved to put fragments together, for the order of what a product sums over is free: a
+thread takes consecutive bytes of a key's row, and likewise of a value's, and slots stand in such an
+order in the rows of the first product that its results are, transposed, the second one's fragments.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.layout import SCRATCH_PAGE, KVPages
+from pallas_kernels.paged_attention.lanes import THREADS, Copy, Lanes
+from pallas_kernels.paged_attention.operands import INTEGERS, LOWEST, NEG_INF, ROUND, TINY, TOP
+from pallas_kernels.paged_attention.triton import LOG2E, combine
+from pallas_kernels.read import coded_queries
+
+_WARPS = 4
+_HEADS = 4  # of a product's eight columns, two for each
+_START = 128  # where the first stage begins, after the barriers
+_MOST = 227 * 1024  # bytes of shared memory that a program may have
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How pools are read.
+
+    Attributes:
+        programs: to aim at, in all, for a pool.
+        stages: steps whose pages are there or on their way.
+    """
+
+    programs: int = 264
+    stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Keys or values of one format.
+
+    Attributes:
+        dim: channels of a head.
+        chunk: consecutive bytes that a thread takes at a time; four threads take a row together.
+    """
+
+    fmt: str
+    dim: int
+    chunk: int
+
+    @property
+    def coded(self) -> bool:
+        return self.fmt in INTEGERS
+
+    @property
+    def kind(self) -> str:
+        return "s8" if self.coded else "bf16"
+
+    @property
+    def planes(self) -> int:
+        return {"int4": 2, "int2": 4}.get(self.fmt, 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a slot."""
+        return self.dim // self.planes if self.coded else 2 * self.dim
+
+    @property
+    def unit(self) -> float:
+        return INTEGERS[self.fmt][3] * TOP
+
+    def signed(self, word, plane: int):
+        """Four codes of a plane as signed bytes."""
+        if not self.coded:
+            return word
+        left, mask, flip, _ = INTEGERS[self.fmt]
+        left -= 8 // self.planes * plane
+        return ((word << left if left else word) & _four(mask)) ^ _four(flip)
+
+
+def _four(byte: int):
+    """A word of four equal bytes."""
+    word = byte * 0x01010101
+    return jnp.int32(word - 2**32 if word >= 2**31 else word)
+
+
+def _chunk(width: int) -> int:
+    """The most bytes of a row that one of four threads can load at a time; none where there are."""
+    return next((n for n in (16, 8, 4) if width % (4 * n) == 0), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one pool is read.
+
+    Attributes:
+        page: slots of a page.
+        span: slots that a warp takes in a step.
+        width: pages that the table may name.
+        count: programs of a row and KV head.
+        arrays: what every page has, as (name, bytes of a page).
+    """
+
+    k: Side
+    v: Side
+    page: int
+    span: int
+    width: int
+    count: int
+    arrays: tuple[tuple[str, int], ...]
+
+    @property
+    def pages(self) -> int:
+        """Pages of a step."""
+        return _WARPS * self.span // self.page
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a step's pages."""
+        return self.pages * sum(nbytes for _, nbytes in self.arrays)
+
+    def at(self, name: str) -> int:
+        """Where an array begins in a stage."""
+        names = [name for name, _ in self.arrays]
+        return self.pages * sum(nbytes for _, nbytes in self.arrays[: names.index(name)])
+
+
+def unsupported(
+    queries: tuple[Array, ...], pools: tuple[KVPages, ...], tables: tuple[Array, ...]
+) -> str | None:
+    """Why the kernel cannot run on these shapes, None where it can."""
+    q = queries[0]
+    group, dim = q.shape[1] // tables[0].shape[1], q.shape[2]
+    if group > 16:
+        return f"at most 16 query heads may share a KV head, got {group}"
+    if q.dtype != jnp.bfloat16:
+        return f"queries must be bfloat16, got {q.dtype}"
+    for pages in pools:
+        page = pages.page_size
+        for fmt, scale in ((pages.k_format, pages.k_scale), (pages.v_format, pages.v_scale)):
+            if fmt not in ("float", *INTEGERS):
+                return f"no codes of {fmt}"
+            if scale is not None and scale.dtype != jnp.float16:
+                return f"scales must be float16, got {scale.dtype}"
+        if not pages.uniform:
+            return "codes need one scale a slot and no zero point"
+        if page not in (16, 32, 64, 128):
+            return f"the page size must be 16, 32, 64 or 128, got {page}"
+        for name in ("k", "v"):
+            array, fmt = getattr(pages, name), getattr(pages, f"{name}_format")
+            if fmt == "float" and array.dtype != jnp.bfloat16:
+                return f"pages must be codes or bfloat16, got {array.dtype}"
+        if not _chunk(pages.k.shape[2] * pages.k.dtype.itemsize) or pages.v.shape[1] % 16:
+            return f"a slot's codes must have a multiple of 16 bytes, got {dim=}"
+        if _plan(pages, tables[0], dim, 1).stage * 2 + _START > _MOST:
+            return f"two steps need more than {_MOST} bytes of shared memory, with {page=} {dim=}"
+    return None
+
+
+def paged_attention_mosaic(
+    queries: tuple[Float[Array, "B Hq D"], ...],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B Hkv _"], ...],
+    *,
+    scale: float,
+    q_pos: Int[Array, " B"] | None,
+    window: int | None,
+    sinks: Float[Array, " Hq"] | None,
+    soft_cap: float | None = None,
+    with_mass: bool = False,
+    launch: Launch | None = None,
+    interpret: bool = False,
+) -> tuple:
+    """See ``pallas_kernels.paged_attention``.
+
+    Raises:
+        NotImplementedError: the shapes are not for this kernel.
+    """
+    reason = unsupported(queries, pools, tables)
+    if with_mass:
+        reason = "no mass of slots"
+    if reason:
+        raise NotImplementedError(f"mosaic paged_attention: {reason}")
+    parts = _shares(
+        tuple(coded_queries(pages, q) for q, pages in zip(queries, pools, strict=True)),
+        pools,
+        tables,
+        q_pos if window is not None else None,
+        launch=launch or Launch(),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    return combine(parts, queries[0], pools, tables, sinks)
+
+
+def _plan(pages: KVPages, table, dim: int, programs: int) -> Plan:
+    """The widest steps that are no larger than some bytes, or else the narrowest."""
+    rows, kv_heads, width = table.shape
+    page = pages.page_size
+    names = ("k", "v", "bias", "k_scale", "v_scale", "pos")
+    arrays = {name: getattr(pages, name) for name in names}
+    nbytes = tuple(
+        (name, array.size // array.shape[0] * array.dtype.itemsize)
+        for name, array in arrays.items()
+        if array is not None
+    )
+    size = pages.v.dtype.itemsize
+
+    def plan(span):
+        k = Side(pages.k_format, dim, _chunk(pages.k.shape[2] * pages.k.dtype.itemsize))
+        v = Side(pages.v_format, dim, span * size // 4)
+        steps = -(-width * page // (_WARPS * span))
+        count = min(steps, max(1, programs // (rows * kv_heads)))
+        return Plan(k, v, page, span, width, count, nbytes)
+
+    spans = [n for n in (16, 32, 64) if n <= page <= _WARPS * n and n * size <= 64]
+    plans = [plan(span) for span in spans]
+    return next((p for p in reversed(plans) if p.stage <= 40 * 1024), plans[0])
+
+
+# Compiled by itself, so that equal layers trace it once.
+@functools.partial(
+    jax.jit, static_argnames=("launch", "window", "soft_cap", "scale", "interpret")
+)
+def _shares(
+    queries, pools, tables, q_pos, *, launch, scale, window, soft_cap, interpret
+) -> list[dict[str, Array]]:
+    """What the programs of each pool found, as the Triton kernel leaves it."""
+    q = queries[0][0]
+    (rows, heads, dim), kv_heads = q.shape, tables[0].shape[1]
+    group = heads // kv_heads
+    plans, arrays, out = [], [], []
+    for (q, offset), pages, table in zip(queries, pools, tables, strict=True):
+        plan = _plan(pages, table, dim, launch.programs)
+        if window is None:
+            kept = tuple(x for x in plan.arrays if x[0] != "pos")
+            plan = dataclasses.replace(plan, arrays=kept)
+        plans.append(plan)
+        given = {"table": table, "q": q, "offset": offset, "q_pos": q_pos}
+        given |= {
+            name: getattr(pages, name).reshape(pages.bias.shape)
+            if name.endswith("scale") else getattr(pages, name)
+            for name, _ in plan.arrays
+        }  # fmt: skip
+        arrays.append({name: array for name, array in given.items() if array is not None})
+        shapes = {"out": (plan.count, group, dim), "top": (plan.count, group)}
+        shapes["total"] = shapes["top"]
+        out.append({
+            name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
+            for name, shape in shapes.items()
+        })  # fmt: skip
+    stages = min(launch.stages, (_MOST - _START) // max(plan.stage for plan in plans))
+    merged = 4 * _WARPS * -(-group // _HEADS) * _HEADS * (dim + 2)
+    ring = _START + max(stages * max(plan.stage for plan in plans), merged)
+    inputs, kind = jax.tree.flatten(arrays)
+    outputs, out_kind = jax.tree.flatten(out)
+    counts = [plan.count for plan in plans]
+
+    def kernel(place, *refs):
+        row, head, part = place
+        *refs, ring = refs
+        taken = jax.tree.unflatten(kind, refs[: len(inputs)])
+        stored = jax.tree.unflatten(out_kind, refs[len(inputs) :])
+        lanes = Lanes(interpret)
+        lanes.barriers(ring, [1] * stages + [_WARPS] * stages)
+        for index, plan in enumerate(plans):
+            start = sum(counts[:index])
+            program = Program(
+                lanes, plan, taken[index], stored[index], ring, stages,
+                (row, head, part - start), group, scale, window, soft_cap,
+            )  # fmt: skip
+            if len(plans) == 1:
+                program.run()
+            else:
+                pl.when((part >= start) & (part < start + plan.count))(program.run)
+
+    grid = rows, kv_heads, sum(counts)
+    found = (_interpreted if interpret else _launched)(kernel, grid, outputs, ring)(*inputs)
+    return jax.tree.unflatten(out_kind, found)
+
+
+def _launched(kernel, grid, outputs, ring):
+    names = "row", "head", "part"
+
+    def body(*refs):
+        kernel([jax.lax.axis_index(name) for name in names], *refs)
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        scratch_types=[plgpu.SMEM((ring,), jnp.uint8)],
+        grid=grid,
+        grid_names=names,
+        kernel_name="paged_attention_mosaic",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+
+
+def _interpreted(kernel, grid, outputs, ring):
+    """The same programs one after the other, by XLA."""
+
+    def body(*refs):
+        kernel([pl.program_id(axis) for axis in range(3)], *refs)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return lambda *inputs: pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[whole] * len(inputs),
+        out_specs=(whole,) * len(outputs),
+        out_shape=tuple(outputs),
+        scratch_shapes=[pl.MemoryRef(jax.core.ShapedArray((ring,), jnp.uint8), pl.ANY)],
+        interpret=True,
+    )(*inputs)
+
+
+class Program:
+    """One row, one KV head and a share of one pool's pages."""
+
+    def __init__(
+        self, lanes, plan, refs, outs, ring, stages, place, group, scale, window, soft_cap
+    ):
+        self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
+        self.stages, self.group = stages, group
+        self.row, self.head, self.part = place
+        self.scale, self.window, self.soft_cap = scale, window, soft_cap
+        self.thread = lanes.thread()
+        lane = self.thread & 31
+        self.warp, self.r, self.c = self.thread >> 5, lane >> 2, lane & 3
+        self.tiles = -(-group // _HEADS)
+        # Where the slots of rows r of a first product are, among the warp's.
+        self.slot = plan.span // 4 * (self.r >> 1) + (self.r & 1)
+
+    def run(self) -> None:
+        lanes, plan = self.lanes, self.plan
+        used = self._used()
+        steps = pl.cdiv(used * plan.page, _WARPS * plan.span)
+        share = pl.cdiv(steps, plan.count)
+        first = self.part * share
+        last = jnp.minimum(first + share, steps)
+        for ahead in range(self.stages - 1):
+            self._fetch(first, first + ahead, last, self._ids(first + ahead))
+        query = [self._query(tile) for tile in range(self.tiles)]
+        zero = jnp.zeros(THREADS, jnp.float32)
+        v = plan.v
+        channels = v.planes * (self._value_rows() // 16) * 2
+        tile = (zero + LOWEST, zero, (zero,) * channels)
+        ids = self._ids(first + self.stages - 1)
+
+        def step(i, carry):
+            ids, tiles = carry
+            self._fetch(first, i + self.stages - 1, last, ids)
+            ids = self._ids(i + self.stages)
+            number = i - first
+            slot = jax.lax.rem(number, self.stages)
+            phase = jax.lax.div(number, self.stages) & 1
+            lanes.wait(self.ring, _all(8 * slot), _all(phase))
+            tiles = self._step(_START + slot * plan.stage, query, tiles)
+            lanes.release(self.ring, _all(8 * (slot + self.stages)))
+            return ids, tiles
+
+        carry = jax.tree.map(lanes.register, (ids, (tile,) * self.tiles))
+        _, tiles = jax.lax.fori_loop(first, last, step, carry)
+        self._merge(tiles)
+
+    def _used(self):
+        """Pages of the table up to the last one that it names."""
+        width, lanes = self.plan.width, self.lanes
+        base = (self.row * self.refs["table"].shape[1] + self.head) * width
+
+        def look(i, found):
+            for part in range(4):
+                at = i * 128 + part * 32 + (self.thread & 31)
+                (page,) = lanes.load(self.refs["table"], (base + jnp.minimum(at, width - 1)) * 4, 1)
+                named = (page != SCRATCH_PAGE) & (at < width)
+                found = jnp.maximum(found, jnp.where(named, at + 1, 0))
+            return found
+
+        found = jax.lax.fori_loop(0, -(-width // 128), look, lanes.register(self.thread * 0))
+        for distance in (1, 2, 4, 8, 16):
+            found = jnp.maximum(found, lanes.exchange(found, distance))
+        return lanes.uniform(found)
+
+    def _ids(self, step):
+        """The pages of a step."""
+        width, table = self.plan.width, self.refs["table"]
+        base = (self.row * table.shape[1] + self.head) * width
+        ids = []
+        for index in range(self.plan.pages):
+            at = step * self.plan.pages + index
+            (page,) = self.lanes.load(table, _all((base + jnp.minimum(at, width - 1)) * 4), 1)
+            ids.append(jnp.where(_all(at) < width, page, SCRATCH_PAGE))
+        return tuple(ids)
+
+    def _fetch(self, first, step, last, ids) -> None:
+        plan = self.plan
+        number = step - first
+        slot = jax.lax.rem(number, self.stages)
+        start = _START + slot * plan.stage
+        copies = [
+            Copy(self.refs[name], page, _all(start + plan.at(name) + index * nbytes))
+            for name, nbytes in plan.arrays
+            for index, page in enumerate(ids)
+        ]
+        phase = jax.lax.div(number, self.stages) & 1
+        self.lanes.fetch(
+            self.ring, copies, _all(8 * slot), _all(8 * (slot + self.stages)),
+            _all(phase ^ 1), _all(step) < last,
+        )  # fmt: skip
+
+    def _value_rows(self) -> int:
+        return self.plan.v.dim // self.plan.v.planes
+
+    def _query(self, tile: int):
+        """Words of the queries for each plane and chunk, and what logits are multiplied by."""
+        lanes, k = self.lanes, self.plan.k
+        q = self.refs["q"]
+        member = tile * _HEADS + (self.r >> 1)
+        there = member < self.group
+        heads, dim = q.shape[1:]
+        base = self.row * heads + self.head * self.group
+        row = (base + jnp.minimum(member, self.group - 1)) * (2 * dim)
+        offset = self._offset(base, tile)
+        chunks = range(k.width // (4 * k.chunk))
+        low = (self.r & 1) == 1  # the second column of a head
+        if not k.coded:
+            # The left-over of a bfloat16 is nothing.
+            at = row + self.c * k.chunk
+            real = there & ~low
+            words = [
+                [jnp.where(real, word, 0) for word in lanes.load(q, at, k.chunk // 4, 4 * k.chunk * j)]
+                for j in chunks
+            ]  # fmt: skip
+            return [words], jnp.full(THREADS, self.scale * LOG2E, jnp.float32), offset
+        numbers = []
+        for plane in range(k.planes):
+            of_plane = []
+            for j in chunks:
+                at = row + 2 * self.c * k.chunk
+                start = 2 * (plane * k.width + 4 * k.chunk * j)
+                many = min(4, k.chunk // 2)
+                for part in range(k.chunk // 2 // many):
+                    for word in lanes.load(q, at, many, start + 16 * part):
+                        of_plane += [_float(word << 16), _float(word & jnp.int32(-65536))]
+            numbers.append(of_plane)
+        largest = functools.reduce(jnp.maximum, [jnp.abs(x) for each in numbers for x in each])
+        for distance in (1, 2):
+            largest = jnp.maximum(largest, lanes.exchange(largest, distance))
+        largest = jnp.maximum(largest, TINY)
+        inverse = jnp.where(there, TOP / largest, 0)
+        words = []
+        for of_plane in numbers:
+            fixed = [_int(x * inverse + ROUND) for x in of_plane]
+            # The upper byte of a number whose lower one is signed, or the lower one.
+            fixed = [jnp.where(low, x, (x + 128) >> 8) & 255 for x in fixed]
+            packed = [
+                a | b << 8 | c << 16 | d << 24
+                for a, b, c, d in zip(*(fixed[n::4] for n in range(4)), strict=True)
+            ]
+            step = k.chunk // 4
+            words.append([packed[n : n + step] for n in range(0, len(packed), step)])
+        # The sums of a thread are of head c, of whose queries thread 8c has the largest number.
+        factor = lanes.take(largest, 8 * self.c) * jnp.float32(self.scale * LOG2E / k.unit)
+        return words, factor, offset
+
+    def _offset(self, base, tile: int):
+        """What is added to each logit of a thread's head."""
+        if "offset" not in self.refs:
+            return None
+        member = jnp.minimum(tile * _HEADS + self.c, self.group - 1)
+        (word,) = self.lanes.load(self.refs["offset"], (base + member) * 4, 1)
+        return _float(word) * jnp.float32(self.scale * LOG2E)
+
+    def _step(self, stage, query, tiles):
+        """Attend to the slots of a stage, which begins at a byte of the shared memory."""
+        lanes, plan = self.lanes, self.plan
+        k, v, ring = plan.k, plan.v, self.ring
+        number = jnp.int32 if k.coded else jnp.float32
+        mine = self.warp * plan.span + self.slot  # the first slot of a thread
+        at = stage + plan.at("k") + mine * k.width + self.c * k.chunk
+        slots = [4 * t + 2 * h for t in range(plan.span // 16) for h in range(2)]
+        sums = []
+        for t in range(plan.span // 16):
+            found = [[jnp.zeros(THREADS, number)] * 4 for _ in range(self.tiles)]
+            for j in range(k.width // (4 * k.chunk)):
+                rows = [
+                    lanes.load(ring, at, k.chunk // 4, (4 * t + 2 * h) * k.width + 4 * k.chunk * j)
+                    for h in range(2)
+                ]
+                for plane in range(k.planes):
+                    left = [[k.signed(word, plane) for word in row] for row in rows]
+                    for tile in range(self.tiles):
+                        right = query[tile][0][plane][j]
+                        found[tile] = self._products(found[tile], left, right, k.kind)
+            sums.append(found)
+        bias = [self._number("bias", stage, mine, slot) for slot in slots]
+        live = [mark > LOWEST for mark in bias]
+        if self.window is not None:
+            q_pos = lanes.load(self.refs["q_pos"], _all(self.row * 4), 1)[0]
+            near = [q_pos - self._word("pos", stage, mine, slot) < self.window for slot in slots]
+            live = [a & b for a, b in zip(live, near, strict=True)]
+        mark = [
+            jnp.where(on, x * jnp.float32(LOG2E), NEG_INF) for on, x in zip(live, bias, strict=True)
+        ]
+        k_scale, v_scale = (self._scales(name, stage, mine, slots, live) for name in "kv")
+        done = []
+        for tile in range(self.tiles):
+            logits = []
+            for index, slot in enumerate(slots):
+                pair = sums[index // 2][tile][2 * (index % 2) :][:2]
+                factor = query[tile][1] if k_scale is None else query[tile][1] * k_scale[index]
+                own = _join(pair, k) , factor
+                logits.append(self._logit(own, live[index], mark[index], query[tile][2]))
+            done.append(self._add(stage, logits, v_scale, tiles[tile]))
+        return self._values(stage, done)
+
+    def _logit(self, own, live, mark, shift):
+        number, factor = own
+        if self.soft_cap is None:
+            added = mark if shift is None else mark + shift
+            logit = self.lanes.multiply_add(number, factor, added)
+        else:
+            most = jnp.float32(self.soft_cap * LOG2E)
+            logit = number * factor if shift is None else number * factor + shift
+            logit = jnp.tanh(logit * (1 / most)) * most + mark
+        return jnp.where(live, logit, NEG_INF)
+
+    def _add(self, stage, logits, v_scale, tile):
+        """The new top logit, the mass, and the weights as what stands on the right of values."""
+        lanes, v = self.lanes, self.plan.v
+        top, total, sums = tile
+        new_top = jnp.maximum(top, self._column(logits))
+        fade = jnp.exp2(top - new_top)
+        weights = [jnp.exp2(logit - new_top) for logit in logits]
+        total = total * fade + functools.reduce(jnp.add, weights)
+        if not v.coded:
+            right = []
+            for weight in weights:
+                high = weight.astype(jnp.bfloat16).astype(jnp.float32)
+                low = (weight - high).astype(jnp.bfloat16).astype(jnp.float32)
+                pair = jax.lax.shift_right_logical(_int(high), jnp.int32(16)) | _int(low)
+                right.append(lanes.transpose(pair))
+            return new_top, total, sums, fade, None, right
+        weights = [a * b for a, b in zip(weights, v_scale, strict=True)]
+        largest = jnp.maximum(self._column(weights), TINY)
+        inverse = TOP / largest
+        moved = []
+        for weight in weights:
+            fixed = (_int(lanes.multiply_add(weight, inverse, ROUND)) + 128) ^ 128
+            moved.append(lanes.transpose(lanes.pick(fixed, fixed, _all(0x1010))))
+        byte = jnp.where((self.r & 1) == 0, 0x7531, 0x6420)
+        right = [lanes.pick(a, b, byte) for a, b in zip(moved[::2], moved[1::2], strict=True)]
+        return new_top, total, sums, fade, largest * jnp.float32(1 / v.unit), right
+
+    def _values(self, stage, done):
+        """Add the weighted values of a stage."""
+        lanes, plan, v = self.lanes, self.plan, self.plan.v
+        size = 1 if v.coded else 2
+        place = self.warp * plan.span
+        row = plan.page * size
+        page = jax.lax.div(place, jnp.int32(plan.page))
+        within = jax.lax.rem(place, jnp.int32(plan.page))
+        rows = self._value_rows()
+        at = stage + plan.at("v") + page * (rows * row) + within * size
+        at = at + self.r * row + self.c * v.chunk
+        words = v.chunk // 4
+        zero = [jnp.zeros(THREADS, jnp.int32 if v.coded else jnp.float32)] * 4
+        sums = [list(tile[2]) for tile in done]
+        for first in range(0, rows, 16):
+            lines = [lanes.load(self.ring, at, words, (first + 8 * h) * row) for h in range(2)]
+            for plane in range(v.planes):
+                left = [[v.signed(word, plane) for word in line] for line in lines]
+                for tile, (_, _, _, fade, factor, right) in enumerate(done):
+                    found = self._products(zero, left, right, v.kind)
+                    for h in range(2):
+                        index = (plane * rows + first) // 8 + h
+                        new = _join(found[2 * h :][:2], v)
+                        if factor is not None:
+                            new = new * factor
+                        old = sums[tile][index]
+                        sums[tile][index] = lanes.multiply_add(old, fade, new)
+        return tuple((t[0], t[1], tuple(s)) for t, s in zip(done, sums, strict=True))
+
+    def _products(self, sums, left, right, kind):
+        """Two words at a time, or one where there is one."""
+        for word in range(0, len(right), 2):
+            pair = slice(word, word + 2)
+            sums = self.lanes.product(sums, [row[pair] for row in left], right[pair], kind)
+        return sums
+
+    def _column(self, numbers):
+        """The largest of the column, of which each thread has some rows."""
+        most = functools.reduce(jnp.maximum, numbers)
+        for distance in (4, 8, 16):
+            most = jnp.maximum(most, self.lanes.exchange(most, distance))
+        return most
+
+    def _word(self, name, stage, mine, slot):
+        at = stage + self.plan.at(name) + mine * 4
+        return self.lanes.load(self.ring, at, 1, 4 * slot)[0]
+
+    def _number(self, name, stage, mine, slot):
+        return _float(self._word(name, stage, mine, slot))
+
+    def _scales(self, side, stage, mine, slots, live):
+        name = f"{side}_scale"
+        if name not in self.refs:
+            return None
+        at = stage + self.plan.at(name) + mine * 2
+        # Those of free slots may hold anything.
+        return [
+            jnp.where(on, self.lanes.half(self.ring, at, 2 * slot), 0)
+            for on, slot in zip(live, slots, strict=True)
+        ]
+
+    def _merge(self, tiles) -> None:
+        """Put the four warps' sums together, and store them."""
+        lanes, ring, dim = self.lanes, self.ring, self.plan.v.dim
+        heads = self.tiles * _HEADS
+        everywhere = self.thread >= 0
+        tops = _START
+        totals = tops + 4 * _WARPS * heads
+        outs = totals + 4 * _WARPS * heads
+        lanes.sync()
+        for tile, (top, total, sums) in enumerate(tiles):
+            for distance in (4, 8, 16):
+                total = total + lanes.exchange(total, distance)
+            head = self.warp * heads + tile * _HEADS + self.c
+            lanes.store(ring, tops + 4 * head, top, self.r == 0)
+            lanes.store(ring, totals + 4 * head, total, self.r == 0)
+            for index, number in enumerate(sums):
+                channel = 8 * index + self.r
+                lanes.store(ring, outs + 4 * (head * dim + channel), number, everywhere)
+        lanes.sync()
+        base = (self.row * self.outs["out"].shape[1] + self.head) * self.plan.count + self.part
+        for start in range(0, heads * dim, THREADS):
+            at = start + self.thread
+            head, channel = at // dim, at % dim
+            top, weights = self._tops(tops, head, heads)
+            out = functools.reduce(jnp.add, [
+                self._read(outs + 4 * ((warp * heads + head) * dim + channel)) * weight
+                for warp, weight in enumerate(weights)
+            ])  # fmt: skip
+            real = head < self.group
+            lanes.store(self.outs["out"], 4 * (base * self.group * dim + at), out, real)
+        head = jnp.minimum(self.thread, heads - 1)
+        top, weights = self._tops(tops, head, heads)
+        total = functools.reduce(jnp.add, [
+            self._read(totals + 4 * (warp * heads + head)) * weight
+            for warp, weight in enumerate(weights)
+        ])  # fmt: skip
+        real = self.thread < self.group
+        at = 4 * (base * self.group + head)
+        lanes.store(self.outs["top"], at, top, real)
+        lanes.store(self.outs["total"], at, total, real)
+
+    def _tops(self, tops: int, head, heads: int):
+        """The top logit of a head, and what each warp's sums count for."""
+        each = [self._read(tops + 4 * (warp * heads + head)) for warp in range(_WARPS)]
+        top = functools.reduce(jnp.maximum, each)
+        return top, [jnp.exp2(one - top) for one in each]
+
+    def _read(self, at):
+        return _float(self.lanes.load(self.ring, at, 1)[0])
+
+
+def _all(x):
+    return jnp.broadcast_to(x, (THREADS,))
+
+
+def _float(word):
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _int(number):
+    return jax.lax.bitcast_convert_type(number, jnp.int32)
+
+
+def _join(pair, side: Side):
+    """The number whose two parts are in neighbouring columns."""
+    high, low = pair
+    return (high * 256 + low).astype(jnp.float32) if side.coded else high + low
