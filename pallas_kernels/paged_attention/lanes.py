@@ -33,21 +33,21 @@ _WAIT = 10_000_000  # nanoseconds before a thread asks again
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A page of an array, and the place in shared memory where it goes.
+    """Bytes of a page of an array, and the place in shared memory where they go, for each warp.
 
     Attributes:
         source: in global memory; a page is an entry of the first axis, and contiguous.
-        page: the entry, the same for all threads.
+        page: the entry.
+        start: the first of the page's bytes, a multiple of 16.
+        nbytes: how many, a multiple of 16.
         to: byte of the shared memory, a multiple of 16.
     """
 
     source: Any
     page: Int32[Array, " 128"]
+    start: Int32[Array, " 128"]
+    nbytes: int
     to: Int32[Array, " 128"]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.source.shape[1:])) * self.source.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +158,12 @@ class Lanes:
             return bytes_[0] | bytes_[1] << 8 | bytes_[2] << 16 | bytes_[3] << 24
         return self._unary("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
+    def select(self, x: Int32[Array, " 128"], mask: int, flip: int) -> Int32[Array, " 128"]:
+        """Some bits of a word, and some of all turned: one instruction, if it is asked for."""
+        if self.interpret:
+            return x & jnp.int32(mask) ^ jnp.int32(flip)
+        return self._unary(f"lop3.b32 $0, $1, {mask}, {flip}, 0x6a;", x)
+
     def multiply_add(self, a, b, c):
         """``a * b + c``, rounded once."""
         if self.interpret:
@@ -225,47 +231,42 @@ class Lanes:
         _inline(make, arguments=(plgpu.RefType(),))(ring)
 
     def fetch(self, ring, copies: Sequence[Copy], barrier, free, parity, ready) -> None:
-        """Start copies into shared memory, of which ``barrier`` learns when they are done.
+        """Start the copies of each warp, of which its ``barrier`` learns when they are done.
 
-        The first warp waits until the barrier ``free`` has passed the phase ``parity``, and nothing
-        happens but where ``ready`` is set, for all threads alike.
+        A thread of the warp first waits until the barrier ``free`` has passed the phase ``parity``.
+        Nothing happens but where ``ready`` is set.
         """
         if self.interpret:
-
-            def copy():
-                for each in copies:
-                    page = each.source[each.page[0]]
-                    new = page if page.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(page, jnp.uint8)
-                    ring[pl.ds(each.to[0], each.nbytes)] = new.reshape(-1)
-
-            pl.when(ready[0])(copy)
+            for warp in range(THREADS // 32):
+                pl.when(ready[32 * warp])(functools.partial(_copy, ring, copies, 32 * warp))
             return
 
         def start(ctx, ring, barrier, free, parity, ready, *rest):
-            sources, pages, to = rest[:len(copies)], rest[len(copies):2 * len(copies)], rest[2 * len(copies):]
-            thread = mgpu.utils.thread_idx()
-            first = arith.cmpi(arith.CmpIPredicate.ult, thread, _c(32))
+            sources, rest = rest[: len(copies)], list(map(_value, rest[len(copies) :]))
+            leads = _is(arith.andi(mgpu.utils.thread_idx(), _c(31)), 0)
             wanted = arith.cmpi(arith.CmpIPredicate.ne, _value(ready), _c(0))
-            with mgpu.utils.when(arith.andi(first, wanted)):
+            with mgpu.utils.when(arith.andi(leads, wanted)):
                 nvvm.mbarrier_try_wait_parity(_pointer(ring, free), _value(parity), _c(_WAIT))
-                with mgpu.utils.when(_is(thread, 0)):
-                    done = _shared(ring, _value(barrier))
-                    total = sum(each.nbytes for each in copies)
-                    _ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {total};", done)
-                    for each, source, page, place in zip(copies, sources, pages, to, strict=True):
-                        _ptx(
-                            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                            f"[$0], [$1], {each.nbytes}, [$2];",
-                            _shared(ring, _value(place)),
-                            _global(source, _value(page), each.nbytes),
-                            done,
-                        )
+                done = _shared(ring, _value(barrier))
+                total = sum(each.nbytes for each in copies)
+                _ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {total};", done)
+                for index, each in enumerate(copies):
+                    page, begin, to = rest[3 * index :][:3]
+                    whole = int(np.prod(each.source.shape[1:])) * each.source.dtype.itemsize
+                    _ptx(
+                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                        f"[$0], [$1], {each.nbytes}, [$2];",
+                        _shared(ring, to),
+                        _global(sources[index], page, whole, begin),
+                        done,
+                    )
 
+        places = [x for each in copies for x in (each.page, each.start, each.to)]
         arrays = (barrier, free, parity, ready.astype(jnp.int32))
         kinds = (plgpu.RefType(), *[_LAYOUT] * 4, *[plgpu.RefType()] * len(copies))
-        call = _inline(start, arguments=(*kinds, *[_LAYOUT] * (2 * len(copies))))
-        pages, to = ([_spread(getattr(x, name)) for x in copies] for name in ("page", "to"))
-        call(ring, *map(_spread, arrays), *[each.source for each in copies], *pages, *to)
+        call = _inline(start, arguments=(*kinds, *[_LAYOUT] * len(places)))
+        sources = [each.source for each in copies]
+        call(ring, *map(_spread, arrays), *sources, *map(_spread, places))
 
     def wait(self, ring, barrier: Int32[Array, " 128"], parity: Int32[Array, " 128"]) -> None:
         """Wait until a barrier has passed a phase."""
@@ -366,10 +367,22 @@ def _shared(ref, at):
     return llvm.ptrtoint(_i32(), _pointer(ref, at))
 
 
-def _global(ref, page, nbytes: int):
+def _global(ref, page, nbytes: int, start):
+    """The address of a byte of a page."""
     wide = ir.IntegerType.get_signless(64)
     offset = arith.muli(arith.extui(wide, page), mgpu.utils.c(nbytes, wide))
+    offset = arith.addi(offset, arith.extui(wide, start))
     return llvm.ptrtoint(wide, _pointer(ref, offset))
+
+
+def _copy(ring, copies, thread: int) -> None:
+    """What the warp of a thread fetches, at once."""
+    for each in copies:
+        page = each.source[each.page[thread]]
+        if page.dtype != jnp.uint8:
+            page = jax.lax.bitcast_convert_type(page, jnp.uint8)
+        part = jax.lax.dynamic_slice(page.reshape(-1), (each.start[thread],), (each.nbytes,))
+        ring[pl.ds(each.to[thread], each.nbytes)] = part
 
 
 def _bytes(ref):

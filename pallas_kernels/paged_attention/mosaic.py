@@ -29,7 +29,7 @@ from pallas_kernels.read import coded_queries
 
 _WARPS = 4
 _HEADS = 4  # of a product's eight columns, two for each
-_START = 128  # where the first stage begins, after the barriers
+_START = 256  # where the first stage begins, after the barriers
 _MOST = 227 * 1024  # bytes of shared memory that a program may have
 
 
@@ -39,11 +39,13 @@ class Launch:
 
     Attributes:
         programs: to aim at, in all, for a pool.
-        stages: steps whose pages are there or on their way.
+        stages: steps whose pages are there or on their way, four at most.
+        nbytes: of a step's pages, at most, where that leaves 16 slots a warp.
     """
 
     programs: int = 264
     stages: int = 3
+    nbytes: int = 40 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +82,19 @@ class Side:
     def unit(self) -> float:
         return INTEGERS[self.fmt][3] * TOP
 
-    def signed(self, word, plane: int):
+    def signed(self, lanes: Lanes, word, plane: int):
         """Four codes of a plane as signed bytes."""
         if not self.coded:
             return word
         left, mask, flip, _ = INTEGERS[self.fmt]
         left -= 8 // self.planes * plane
-        return ((word << left if left else word) & _four(mask)) ^ _four(flip)
+        return lanes.select(word << left if left else word, _four(mask), _four(flip))
 
 
-def _four(byte: int):
+def _four(byte: int) -> int:
     """A word of four equal bytes."""
     word = byte * 0x01010101
-    return jnp.int32(word - 2**32 if word >= 2**31 else word)
+    return word - 2**32 if word >= 2**31 else word
 
 
 def _chunk(width: int) -> int:
@@ -124,6 +126,11 @@ class Plan:
     def pages(self) -> int:
         """Pages of a step."""
         return _WARPS * self.span // self.page
+
+    @property
+    def alone(self) -> bool:
+        """Whether a warp reads nothing but what it fetches, and so needs no other."""
+        return self.pages == _WARPS
 
     @property
     def stage(self) -> int:
@@ -163,7 +170,7 @@ def unsupported(
                 return f"pages must be codes or bfloat16, got {array.dtype}"
         if not _chunk(pages.k.shape[2] * pages.k.dtype.itemsize) or pages.v.shape[1] % 16:
             return f"a slot's codes must have a multiple of 16 bytes, got {dim=}"
-        if _plan(pages, tables[0], dim, 1).stage * 2 + _START > _MOST:
+        if _plan(pages, tables[0], dim, Launch()).stage * 2 + _START > _MOST:
             return f"two steps need more than {_MOST} bytes of shared memory, with {page=} {dim=}"
     return None
 
@@ -206,8 +213,8 @@ def paged_attention_mosaic(
     return combine(parts, queries[0], pools, tables, sinks)
 
 
-def _plan(pages: KVPages, table, dim: int, programs: int) -> Plan:
-    """The widest steps that are no larger than some bytes, or else the narrowest."""
+def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
+    """The widest steps that are no larger than asked for, or else the narrowest."""
     rows, kv_heads, width = table.shape
     page = pages.page_size
     names = ("k", "v", "bias", "k_scale", "v_scale", "pos")
@@ -223,12 +230,12 @@ def _plan(pages: KVPages, table, dim: int, programs: int) -> Plan:
         k = Side(pages.k_format, dim, _chunk(pages.k.shape[2] * pages.k.dtype.itemsize))
         v = Side(pages.v_format, dim, span * size // 4)
         steps = -(-width * page // (_WARPS * span))
-        count = min(steps, max(1, programs // (rows * kv_heads)))
+        count = min(steps, max(1, launch.programs // (rows * kv_heads)))
         return Plan(k, v, page, span, width, count, nbytes)
 
     spans = [n for n in (16, 32, 64) if n <= page <= _WARPS * n and n * size <= 64]
     plans = [plan(span) for span in spans]
-    return next((p for p in reversed(plans) if p.stage <= 40 * 1024), plans[0])
+    return next((p for p in reversed(plans) if p.stage <= launch.nbytes), plans[0])
 
 
 # Compiled by itself, so that equal layers trace it once.
@@ -244,7 +251,7 @@ def _shares(
     group = heads // kv_heads
     plans, arrays, out = [], [], []
     for (q, offset), pages, table in zip(queries, pools, tables, strict=True):
-        plan = _plan(pages, table, dim, launch.programs)
+        plan = _plan(pages, table, dim, launch)
         if window is None:
             kept = tuple(x for x in plan.arrays if x[0] != "pos")
             plan = dataclasses.replace(plan, arrays=kept)
@@ -275,7 +282,6 @@ def _shares(
         taken = jax.tree.unflatten(kind, refs[: len(inputs)])
         stored = jax.tree.unflatten(out_kind, refs[len(inputs) :])
         lanes = Lanes(interpret)
-        lanes.barriers(ring, [1] * stages + [_WARPS] * stages)
         for index, plan in enumerate(plans):
             start = sum(counts[:index])
             program = Program(
@@ -350,35 +356,40 @@ class Program:
 
     def run(self) -> None:
         lanes, plan = self.lanes, self.plan
-        used = self._used()
-        steps = pl.cdiv(used * plan.page, _WARPS * plan.span)
+        each = _WARPS if plan.alone else 1
+        lanes.barriers(self.ring, [_WARPS // each] * (2 * self.stages * each))
+        steps = pl.cdiv(self._used() * plan.page, _WARPS * plan.span)
         share = pl.cdiv(steps, plan.count)
         first = self.part * share
         last = jnp.minimum(first + share, steps)
         for ahead in range(self.stages - 1):
-            self._fetch(first, first + ahead, last, self._ids(first + ahead))
+            self._fetch(ahead, first + ahead, last, self._page(first + ahead))
         query = [self._query(tile) for tile in range(self.tiles)]
         zero = jnp.zeros(THREADS, jnp.float32)
-        v = plan.v
-        channels = v.planes * (self._value_rows() // 16) * 2
-        tile = (zero + LOWEST, zero, (zero,) * channels)
-        ids = self._ids(first + self.stages - 1)
+        tile = (zero + LOWEST, zero, (zero,) * (plan.v.dim // 8))
+        page = self._page(first + self.stages - 1)
 
         def step(i, carry):
-            ids, tiles = carry
-            self._fetch(first, i + self.stages - 1, last, ids)
-            ids = self._ids(i + self.stages)
-            number = i - first
-            slot = jax.lax.rem(number, self.stages)
-            phase = jax.lax.div(number, self.stages) & 1
-            lanes.wait(self.ring, _all(8 * slot), _all(phase))
+            page, tiles = carry
+            self._fetch(i - first + self.stages - 1, i + self.stages - 1, last, page)
+            page = self._page(i + self.stages)
+            slot, phase, full, free = self._slot(i - first)
+            lanes.wait(self.ring, full, phase)
             tiles = self._step(_START + slot * plan.stage, query, tiles)
-            lanes.release(self.ring, _all(8 * (slot + self.stages)))
-            return ids, tiles
+            lanes.release(self.ring, free)
+            return page, tiles
 
-        carry = jax.tree.map(lanes.register, (ids, (tile,) * self.tiles))
+        carry = jax.tree.map(lanes.register, (page, (tile,) * self.tiles))
         _, tiles = jax.lax.fori_loop(first, last, step, carry)
         self._merge(tiles)
+
+    def _slot(self, number):
+        """Of a step: its stage, how often that was used, and the barriers of the warp."""
+        slot = jax.lax.rem(number, self.stages)
+        phase = jax.lax.div(number, self.stages) & 1
+        each = _WARPS if self.plan.alone else 1
+        barrier = 8 * (slot * each + (self.warp if self.plan.alone else 0))
+        return slot, _all(phase), _all(barrier), _all(barrier + 8 * self.stages * each)
 
     def _used(self):
         """Pages of the table up to the last one that it names."""
@@ -398,35 +409,26 @@ class Program:
             found = jnp.maximum(found, lanes.exchange(found, distance))
         return lanes.uniform(found)
 
-    def _ids(self, step):
-        """The pages of a step."""
-        width, table = self.plan.width, self.refs["table"]
-        base = (self.row * table.shape[1] + self.head) * width
-        ids = []
-        for index in range(self.plan.pages):
-            at = step * self.plan.pages + index
-            (page,) = self.lanes.load(table, _all((base + jnp.minimum(at, width - 1)) * 4), 1)
-            ids.append(jnp.where(_all(at) < width, page, SCRATCH_PAGE))
-        return tuple(ids)
+    def _page(self, step):
+        """The page of which the warp fetches its quarter of a step."""
+        plan, table = self.plan, self.refs["table"]
+        base = (self.row * table.shape[1] + self.head) * plan.width
+        at = step * plan.pages + self.warp // (_WARPS // plan.pages)
+        (page,) = self.lanes.load(table, (base + jnp.minimum(at, plan.width - 1)) * 4, 1)
+        return jnp.where(at < plan.width, page, SCRATCH_PAGE)
 
-    def _fetch(self, first, step, last, ids) -> None:
+    def _fetch(self, number, step, last, page) -> None:
+        """Fetch a step, the program's ``number``-th, if it has so many."""
         plan = self.plan
-        number = step - first
-        slot = jax.lax.rem(number, self.stages)
+        slot, phase, full, free = self._slot(number)
         start = _START + slot * plan.stage
-        copies = [
-            Copy(self.refs[name], page, _all(start + plan.at(name) + index * nbytes))
-            for name, nbytes in plan.arrays
-            for index, page in enumerate(ids)
-        ]
-        phase = jax.lax.div(number, self.stages) & 1
-        self.lanes.fetch(
-            self.ring, copies, _all(8 * slot), _all(8 * (slot + self.stages)),
-            _all(phase ^ 1), _all(step) < last,
-        )  # fmt: skip
-
-    def _value_rows(self) -> int:
-        return self.plan.v.dim // self.plan.v.planes
+        copies = []
+        for name, nbytes in plan.arrays:
+            part = plan.pages * nbytes // _WARPS
+            begin = self.warp % (_WARPS // plan.pages) * part
+            to = start + plan.at(name) + self.warp * part
+            copies.append(Copy(self.refs[name], page, begin, part, to))
+        self.lanes.fetch(self.ring, copies, full, free, phase ^ 1, _all(step < last))
 
     def _query(self, tile: int):
         """Words of the queries for each plane and chunk, and what logits are multiplied by."""
@@ -505,7 +507,7 @@ class Program:
                     for h in range(2)
                 ]
                 for plane in range(k.planes):
-                    left = [[k.signed(word, plane) for word in row] for row in rows]
+                    left = [[k.signed(lanes, word, plane) for word in row] for row in rows]
                     for tile in range(self.tiles):
                         right = query[tile][0][plane][j]
                         found[tile] = self._products(found[tile], left, right, k.kind)
@@ -526,7 +528,7 @@ class Program:
             for index, slot in enumerate(slots):
                 pair = sums[index // 2][tile][2 * (index % 2) :][:2]
                 factor = query[tile][1] if k_scale is None else query[tile][1] * k_scale[index]
-                own = _join(pair, k) , factor
+                own = _join(pair, k), factor
                 logits.append(self._logit(own, live[index], mark[index], query[tile][2]))
             done.append(self._add(stage, logits, v_scale, tiles[tile]))
         return self._values(stage, done)
@@ -577,7 +579,7 @@ class Program:
         row = plan.page * size
         page = jax.lax.div(place, jnp.int32(plan.page))
         within = jax.lax.rem(place, jnp.int32(plan.page))
-        rows = self._value_rows()
+        rows = v.dim // v.planes
         at = stage + plan.at("v") + page * (rows * row) + within * size
         at = at + self.r * row + self.c * v.chunk
         words = v.chunk // 4
@@ -586,7 +588,7 @@ class Program:
         for first in range(0, rows, 16):
             lines = [lanes.load(self.ring, at, words, (first + 8 * h) * row) for h in range(2)]
             for plane in range(v.planes):
-                left = [[v.signed(word, plane) for word in line] for line in lines]
+                left = [[v.signed(lanes, word, plane) for word in line] for line in lines]
                 for tile, (_, _, _, fade, factor, right) in enumerate(done):
                     found = self._products(zero, left, right, v.kind)
                     for h in range(2):
