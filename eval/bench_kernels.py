@@ -19,6 +19,7 @@ import pathlib
 import statistics
 import time
 import warnings
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from kvjax.eval.record import run_record, write_json
 from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
+from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.write_slots.triton import write_slots_triton
 
 KV_HEADS, GROUP, DIM = 8, 4, 128
@@ -149,7 +151,8 @@ def measure(step, repeats: int, state, *arguments, calls: int = CALLS) -> dict:
         start = time.perf_counter()
         jax.block_until_ready(compiled(state, *arguments))
         raw.append(1000 * (time.perf_counter() - start) / calls)
-    backend = "triton" if "xla.gpu.triton" in text else "cudnn" if "cudnn" in text else "xla"
+    names = {"mosaic_gpu": "mosaic", "xla.gpu.triton": "triton", "cudnn": "cudnn"}
+    backend = next((name for mark, name in names.items() if mark in text), "xla")
     return {"backend": backend, "ms": statistics.median(raw[2:]), "raw_ms": raw[2:]}
 
 
@@ -231,7 +234,7 @@ def jax_paged(rows: int, tokens: int, page: int, repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
-    parser.add_argument("--implementation", choices=["triton", "xla"], help="of paged_attention")
+    parser.add_argument("--implementation", choices=get_args(Implementation))
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--warps", nargs="*", type=int, default=[], help="of write_slots, to try")
     parser.add_argument("--repeats", type=int, default=9)

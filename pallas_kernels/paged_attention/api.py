@@ -1,7 +1,7 @@
 """The public op: what goes in is checked here, then a backend computes it."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.layout import KVPages
+from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention.triton import paged_attention_triton, unsupported
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-Implementation = Literal["triton", "xla"]
+Implementation = Literal["mosaic", "triton", "xla"]
 
 
 def paged_attention(
@@ -44,8 +45,9 @@ def paged_attention(
         sinks: a learned logit for each query head that takes mass and has no value (GPT-OSS).
         soft_cap: if given, what logits stay below, but for biases and sinks (Gemma 2).
         with_mass: also return the attention that every slot received.
-        implementation: a backend by name, which fails loudly where it cannot run; ``None`` takes
-            the kernel on NVIDIA GPUs where it can run, and XLA otherwise.
+        implementation: a backend by name, which fails loudly where it cannot run: "mosaic" on
+            GPUs of compute capability 9.0, "triton" from 8.0 on, "xla" anywhere. ``None`` takes
+            "triton" on NVIDIA GPUs where it can run, and "xla" otherwise.
 
     Returns:
         The float32 output, zero for a row without live slots, and the float32 log-sum-exp of its
@@ -70,11 +72,14 @@ def paged_attention(
 
         return call
 
+    if implementation == "mosaic":
+        return backend(paged_attention_mosaic)(*arguments)
     triton, xla = backend(paged_attention_triton), backend(paged_attention_xla)
     if implementation == "triton":
         return triton(*arguments)
     if implementation not in (None, "xla"):
-        raise ValueError(f"implementation must be None, 'triton' or 'xla', got {implementation!r}")
+        names = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
     if implementation == "xla" or unsupported(*arguments[:3]):
         return xla(*arguments)
     return jax.lax.platform_dependent(*arguments, cuda=triton, default=xla)

@@ -170,7 +170,9 @@ class Lanes:
             return a * b + c
 
         def fma(ctx, a, b, c):
-            return _register(_ptx("fma.rn.f32 $0, $1, $2, $3;", *map(_value, (a, b, c)), result=ir.F32Type.get()))
+            return _register(
+                _ptx("fma.rn.f32 $0, $1, $2, $3;", *map(_value, (a, b, c)), result=ir.F32Type.get())
+            )
 
         arguments = [_spread(jnp.asarray(x, jnp.float32)) for x in (a, b, c)]
         return _inline(fma, jnp.float32, arguments=(_LAYOUT,) * 3)(*arguments)
@@ -182,7 +184,7 @@ class Lanes:
             sums: four registers: two columns of row r, then of row r + 8.
             left: the words of row r, and those of row r + 8.
             right: as many words of the column.
-            kind: "s8", "bf16" or "f16".
+            kind: "s8" or "bf16".
         """
         words = len(right)
         number = jnp.int32 if kind == "s8" else jnp.float32
@@ -401,7 +403,9 @@ def _read(ref, at, count: int):
 @functools.partial(jax.jit, static_argnames="kind")
 def _product(sums, left, right, kind):
     """``Lanes.product`` by einsum, over the fragments put together."""
-    number = jnp.int8 if kind == "s8" else jnp.dtype({"bf16": jnp.bfloat16, "f16": jnp.float16}[kind])
+    number = (
+        jnp.int8 if kind == "s8" else jnp.dtype({"bf16": jnp.bfloat16, "f16": jnp.float16}[kind])
+    )
     words, per = len(right), 4 // jnp.dtype(number).itemsize
 
     def tile(rows):

@@ -14,6 +14,7 @@ order in the rows of the first product that its results are, transposed, the sec
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from pallas_kernels.paged_attention.operands import INTEGERS, LOWEST, NEG_INF, R
 from pallas_kernels.paged_attention.triton import LOG2E, combine
 from pallas_kernels.read import coded_queries
 
+_CAPABILITY = "9.0"
 _WARPS = 4
 _HEADS = 4  # of a product's eight columns, two for each
 _START = 256  # where the first stage begins, after the barriers
@@ -175,6 +177,18 @@ def unsupported(
     return None
 
 
+def _other_device() -> str | None:
+    """Why this is no device for the kernel, None where it is: for others, the compiler crashes."""
+    needs = f"needs a GPU of compute capability {_CAPABILITY} (H100, H200, GH200)"
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:  # what is compiled for, which need not be there
+        kind = described.device_kind
+        return None if re.search(r"\bG?H[1-9]00\b", kind) else f"{needs}, got {kind}"
+    device = jax.local_devices()[0]
+    found = getattr(device, "compute_capability", None)
+    return None if found == _CAPABILITY else f"{needs}, got {device.device_kind}"
+
+
 def paged_attention_mosaic(
     queries: tuple[Float[Array, "B Hq D"], ...],
     pools: tuple[KVPages, ...],
@@ -196,7 +210,9 @@ def paged_attention_mosaic(
     """
     reason = unsupported(queries, pools, tables)
     if with_mass:
-        reason = "no mass of slots"
+        reason = "it cannot tell the attention that every slot received"
+    if reason is None and not interpret:
+        reason = _other_device()
     if reason:
         raise NotImplementedError(f"mosaic paged_attention: {reason}")
     parts = _shares(
@@ -239,9 +255,7 @@ def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
 
 
 # Compiled by itself, so that equal layers trace it once.
-@functools.partial(
-    jax.jit, static_argnames=("launch", "window", "soft_cap", "scale", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("launch", "window", "soft_cap", "scale", "interpret"))
 def _shares(
     queries, pools, tables, q_pos, *, launch, scale, window, soft_cap, interpret
 ) -> list[dict[str, Array]]:
@@ -446,10 +460,10 @@ class Program:
             # The left-over of a bfloat16 is nothing.
             at = row + self.c * k.chunk
             real = there & ~low
-            words = [
-                [jnp.where(real, word, 0) for word in lanes.load(q, at, k.chunk // 4, 4 * k.chunk * j)]
-                for j in chunks
-            ]  # fmt: skip
+            words = []
+            for j in chunks:
+                found = lanes.load(q, at, k.chunk // 4, 4 * k.chunk * j)
+                words.append([jnp.where(real, word, 0) for word in found])
             return [words], jnp.full(THREADS, self.scale * LOG2E, jnp.float32), offset
         numbers = []
         for plane in range(k.planes):
@@ -493,7 +507,7 @@ class Program:
     def _step(self, stage, query, tiles):
         """Attend to the slots of a stage, which begins at a byte of the shared memory."""
         lanes, plan = self.lanes, self.plan
-        k, v, ring = plan.k, plan.v, self.ring
+        k, ring = plan.k, self.ring
         number = jnp.int32 if k.coded else jnp.float32
         mine = self.warp * plan.span + self.slot  # the first slot of a thread
         at = stage + plan.at("k") + mine * k.width + self.c * k.chunk
@@ -524,17 +538,16 @@ class Program:
         k_scale, v_scale = (self._scales(name, stage, mine, slots, live) for name in "kv")
         done = []
         for tile in range(self.tiles):
+            _, scale, shift = query[tile]
             logits = []
-            for index, slot in enumerate(slots):
-                pair = sums[index // 2][tile][2 * (index % 2) :][:2]
-                factor = query[tile][1] if k_scale is None else query[tile][1] * k_scale[index]
-                own = _join(pair, k), factor
-                logits.append(self._logit(own, live[index], mark[index], query[tile][2]))
+            for index in range(len(slots)):
+                number = _join(sums[index // 2][tile][2 * (index % 2) :][:2], k)
+                factor = scale if k_scale is None else scale * k_scale[index]
+                logits.append(self._logit(number, factor, live[index], mark[index], shift))
             done.append(self._add(stage, logits, v_scale, tiles[tile]))
         return self._values(stage, done)
 
-    def _logit(self, own, live, mark, shift):
-        number, factor = own
+    def _logit(self, number, factor, live, mark, shift):
         if self.soft_cap is None:
             added = mark if shift is None else mark + shift
             logit = self.lanes.multiply_add(number, factor, added)
