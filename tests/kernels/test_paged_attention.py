@@ -229,7 +229,7 @@ TABLE = jnp.zeros((3, 2, 4), jnp.int32)
         ({"q_pos": None}, "window=16 needs `q_pos`"),
         ({"sinks": jnp.zeros(7)}, r"sinks must have shape \(8,\), got \(7,\)"),
         ({"soft_cap": 0.0}, "soft_cap must be positive, got 0.0"),
-        ({"implementation": "mosaic"}, "implementation .* got 'mosaic'"),
+        ({"implementation": "cudnn"}, "implementation .* got 'cudnn'"),
     ],
 )
 def test_arguments_that_do_not_fit_together(unchecked, changes, message):
