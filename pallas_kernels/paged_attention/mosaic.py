@@ -26,7 +26,6 @@ from pallas_kernels.layout import SCRATCH_PAGE, KVPages
 from pallas_kernels.paged_attention.lanes import THREADS, Copy, Lanes
 from pallas_kernels.paged_attention.operands import INTEGERS, LOWEST, NEG_INF, ROUND, TINY, TOP
 from pallas_kernels.paged_attention.triton import LOG2E, combine
-from pallas_kernels.read import coded_queries
 
 _CAPABILITY = "9.0"
 _WARPS = 4
@@ -81,6 +80,11 @@ class Side:
         return self.dim // self.planes if self.coded else 2 * self.dim
 
     @property
+    def run(self) -> int:
+        """Consecutive channels that a thread takes at a time."""
+        return self.chunk if self.coded else self.chunk // 2
+
+    @property
     def unit(self) -> float:
         return INTEGERS[self.fmt][3] * TOP
 
@@ -109,6 +113,7 @@ class Plan:
     """How one pool is read.
 
     Attributes:
+        rotated: whether keys and values are, as ``pallas_kernels.rotation`` has it.
         page: slots of a page.
         span: slots that a warp takes in a step.
         width: pages that the table may name.
@@ -118,6 +123,7 @@ class Plan:
 
     k: Side
     v: Side
+    rotated: bool
     page: int
     span: int
     width: int
@@ -162,6 +168,8 @@ def unsupported(
                 return f"no codes of {fmt}"
             if scale is not None and scale.dtype != jnp.float16:
                 return f"scales must be float16, got {scale.dtype}"
+        if pages.rotated and dim & (dim - 1):
+            return f"rotated heads must have a power of two of channels, got {dim}"
         if not pages.uniform:
             return "codes need one scale a slot and no zero point"
         if page not in (16, 32, 64, 128):
@@ -216,7 +224,7 @@ def paged_attention_mosaic(
     if reason:
         raise NotImplementedError(f"mosaic paged_attention: {reason}")
     parts = _shares(
-        tuple(coded_queries(pages, q) for q, pages in zip(queries, pools, strict=True)),
+        queries,
         pools,
         tables,
         q_pos if window is not None else None,
@@ -226,7 +234,7 @@ def paged_attention_mosaic(
         soft_cap=soft_cap,
         interpret=interpret,
     )
-    return combine(parts, queries[0], pools, tables, sinks)
+    return combine([parts], [lambda out: out], queries[0], sinks)
 
 
 def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
@@ -247,7 +255,7 @@ def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
         v = Side(pages.v_format, dim, span * size // 4)
         steps = -(-width * page // (_WARPS * span))
         count = min(steps, max(1, launch.programs // (rows * kv_heads)))
-        return Plan(k, v, page, span, width, count, nbytes)
+        return Plan(k, v, pages.rotated, page, span, width, count, nbytes)
 
     spans = [n for n in (16, 32, 64) if n <= page <= _WARPS * n and n * size <= 64]
     plans = [plan(span) for span in spans]
@@ -258,56 +266,55 @@ def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
 @functools.partial(jax.jit, static_argnames=("launch", "window", "soft_cap", "scale", "interpret"))
 def _shares(
     queries, pools, tables, q_pos, *, launch, scale, window, soft_cap, interpret
-) -> list[dict[str, Array]]:
-    """What the programs of each pool found, as the Triton kernel leaves it."""
-    q = queries[0][0]
-    (rows, heads, dim), kv_heads = q.shape, tables[0].shape[1]
+) -> dict[str, Array]:
+    """What the programs of all pools found, as the Triton kernel leaves it, turned back."""
+    (rows, heads, dim), kv_heads = queries[0].shape, tables[0].shape[1]
     group = heads // kv_heads
-    plans, arrays, out = [], [], []
-    for (q, offset), pages, table in zip(queries, pools, tables, strict=True):
+    plans, arrays = [], []
+    for q, pages, table in zip(queries, pools, tables, strict=True):
         plan = _plan(pages, table, dim, launch)
         if window is None:
             kept = tuple(x for x in plan.arrays if x[0] != "pos")
             plan = dataclasses.replace(plan, arrays=kept)
         plans.append(plan)
-        given = {"table": table, "q": q, "offset": offset, "q_pos": q_pos}
+        given = {"table": table, "q": q, "q_pos": q_pos}
+        given |= {"mean": pages.mean, "balance": pages.balance}
         given |= {
             name: getattr(pages, name).reshape(pages.bias.shape)
             if name.endswith("scale") else getattr(pages, name)
             for name, _ in plan.arrays
         }  # fmt: skip
         arrays.append({name: array for name, array in given.items() if array is not None})
-        shapes = {"out": (plan.count, group, dim), "top": (plan.count, group)}
-        shapes["total"] = shapes["top"]
-        out.append({
-            name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
-            for name, shape in shapes.items()
-        })  # fmt: skip
+    count = sum(plan.count for plan in plans)
+    shapes = {"out": (count, group, dim), "top": (count, group), "total": (count, group)}
+    out = {
+        name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
     stages = min(launch.stages, (_MOST - _START) // max(plan.stage for plan in plans))
     merged = 4 * _WARPS * -(-group // _HEADS) * _HEADS * (dim + 2)
     ring = _START + max(stages * max(plan.stage for plan in plans), merged)
     inputs, kind = jax.tree.flatten(arrays)
     outputs, out_kind = jax.tree.flatten(out)
-    counts = [plan.count for plan in plans]
 
     def kernel(place, *refs):
-        row, head, part = place
         *refs, ring = refs
         taken = jax.tree.unflatten(kind, refs[: len(inputs)])
         stored = jax.tree.unflatten(out_kind, refs[len(inputs) :])
-        lanes = Lanes(interpret)
-        for index, plan in enumerate(plans):
-            start = sum(counts[:index])
+        start = 0
+        for plan, mine in zip(plans, taken, strict=True):
+            part = place[2] - start
             program = Program(
-                lanes, plan, taken[index], stored[index], ring, stages,
-                (row, head, part - start), group, scale, window, soft_cap,
+                Lanes(interpret), plan, mine, stored, ring, stages, place, part, scale, window,
+                soft_cap,
             )  # fmt: skip
             if len(plans) == 1:
                 program.run()
             else:
-                pl.when((part >= start) & (part < start + plan.count))(program.run)
+                pl.when((part >= 0) & (part < plan.count))(program.run)
+            start += plan.count
 
-    grid = rows, kv_heads, sum(counts)
+    grid = rows, kv_heads, count
     found = (_interpreted if interpret else _launched)(kernel, grid, outputs, ring)(*inputs)
     return jax.tree.unflatten(out_kind, found)
 
@@ -352,19 +359,28 @@ def _interpreted(kernel, grid, outputs, ring):
 
 
 class Program:
-    """One row, one KV head and a share of one pool's pages."""
+    """One row, one KV head and a share of one pool's pages.
+
+    Args:
+        refs: arrays of the pool by name.
+        outs: arrays of the results, for all programs.
+        ring: the shared memory.
+        place: the program's row, head and number.
+        part: the share that it takes.
+    """
 
     def __init__(
-        self, lanes, plan, refs, outs, ring, stages, place, group, scale, window, soft_cap
+        self, lanes, plan, refs, outs, ring, stages, place, part, scale, window, soft_cap
     ):
         self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
-        self.stages, self.group = stages, group
-        self.row, self.head, self.part = place
-        self.scale, self.window, self.soft_cap = scale, window, soft_cap
+        self.stages, self.place, self.part = stages, place, part
+        self.row, self.head, _ = place
+        self.scale, self.window, self.soft_cap = scale * LOG2E, window, soft_cap
+        self.group = outs["top"].shape[3]
         self.thread = lanes.thread()
         lane = self.thread & 31
         self.warp, self.r, self.c = self.thread >> 5, lane >> 2, lane & 3
-        self.tiles = -(-group // _HEADS)
+        self.tiles = -(-self.group // _HEADS)
         # Where the slots of rows r of a first product are, among the warp's.
         self.slot = plan.span // 4 * (self.r >> 1) + (self.r & 1)
 
@@ -445,64 +461,97 @@ class Program:
         self.lanes.fetch(self.ring, copies, full, free, phase ^ 1, _all(step < last))
 
     def _query(self, tile: int):
-        """Words of the queries for each plane and chunk, and what logits are multiplied by."""
+        """Words of the queries for each plane and chunk; what logits are times and plus."""
         lanes, k = self.lanes, self.plan.k
-        q = self.refs["q"]
         member = tile * _HEADS + (self.r >> 1)
-        there = member < self.group
-        heads, dim = q.shape[1:]
-        base = self.row * heads + self.head * self.group
-        row = (base + jnp.minimum(member, self.group - 1)) * (2 * dim)
-        offset = self._offset(base, tile)
-        chunks = range(k.width // (4 * k.chunk))
-        low = (self.r & 1) == 1  # the second column of a head
-        if not k.coded:
-            # The left-over of a bfloat16 is nothing.
-            at = row + self.c * k.chunk
-            real = there & ~low
-            words = []
-            for j in chunks:
-                found = lanes.load(q, at, k.chunk // 4, 4 * k.chunk * j)
-                words.append([jnp.where(real, word, 0) for word in found])
-            return [words], jnp.full(THREADS, self.scale * LOG2E, jnp.float32), offset
-        numbers = []
-        for plane in range(k.planes):
-            of_plane = []
-            for j in chunks:
-                at = row + 2 * self.c * k.chunk
-                start = 2 * (plane * k.width + 4 * k.chunk * j)
-                many = min(4, k.chunk // 2)
-                for part in range(k.chunk // 2 // many):
-                    for word in lanes.load(q, at, many, start + 16 * part):
-                        of_plane += [_float(word << 16), _float(word & jnp.int32(-65536))]
-            numbers.append(of_plane)
-        largest = functools.reduce(jnp.maximum, [jnp.abs(x) for each in numbers for x in each])
-        for distance in (1, 2):
-            largest = jnp.maximum(largest, lanes.exchange(largest, distance))
-        largest = jnp.maximum(largest, TINY)
-        inverse = jnp.where(there, TOP / largest, 0)
-        words = []
-        for of_plane in numbers:
-            fixed = [_int(x * inverse + ROUND) for x in of_plane]
-            # The upper byte of a number whose lower one is signed, or the lower one.
-            fixed = [jnp.where(low, x, (x + 128) >> 8) & 255 for x in fixed]
-            packed = [
-                a | b << 8 | c << 16 | d << 24
-                for a, b, c, d in zip(*(fixed[n::4] for n in range(4)), strict=True)
-            ]
-            step = k.chunk // 4
-            words.append([packed[n : n + step] for n in range(0, len(packed), step)])
-        # The sums of a thread are of head c, of whose queries thread 8c has the largest number.
-        factor = lanes.take(largest, 8 * self.c) * jnp.float32(self.scale * LOG2E / k.unit)
-        return words, factor, offset
+        heads = self.refs["q"].shape[1]
+        row = self.row * heads + self.head * self.group + jnp.minimum(member, self.group - 1)
+        numbers = self._channels("q", row)
+        offset, scale = None, self.scale
+        if "mean" in self.refs:
+            mean = self._channels("mean", _all(self.head))
+            dot = functools.reduce(jnp.add, [a * b for a, b in zip(numbers, mean, strict=True)])
+            for distance in (1, 2):
+                dot += lanes.exchange(dot, distance)
+            offset = lanes.take(dot, 8 * self.c) * jnp.float32(self.scale)
+        if "balance" in self.refs:
+            balance = self._channels("balance", _all(self.head))
+            numbers = [a * b for a, b in zip(numbers, balance, strict=True)]
+        if self.plan.rotated:
+            numbers, scale = self._rotate(numbers, (1, 2)), scale * k.dim**-0.5
+        numbers = [jnp.where(member < self.group, x, 0) for x in numbers]
+        if k.coded:
+            words, largest = self._bytes(numbers)
+            # The sums of a thread are of head c, of whose queries thread 8c has the largest number.
+            factor = lanes.take(largest, 8 * self.c) * jnp.float32(scale / k.unit)
+        else:
+            words, factor = self._halves(numbers), jnp.full(THREADS, scale, jnp.float32)
+        step, many = k.chunk // 4, k.width // 16
+        chunks = [words[n : n + step] for n in range(0, len(words), step)]
+        planes = [chunks[n : n + many // step] for n in range(0, len(chunks), many // step)]
+        return planes, factor, offset
 
-    def _offset(self, base, tile: int):
-        """What is added to each logit of a thread's head."""
-        if "offset" not in self.refs:
-            return None
-        member = jnp.minimum(tile * _HEADS + self.c, self.group - 1)
-        (word,) = self.lanes.load(self.refs["offset"], (base + member) * 4, 1)
-        return _float(word) * jnp.float32(self.scale * LOG2E)
+    def _channels(self, name: str, row):
+        """A row's numbers of the thread's channels, in the order of its bytes of a key."""
+        ref, k = self.refs[name], self.plan.k
+        size = ref.dtype.itemsize
+        at = row * (k.dim * size) + self.c * (k.run * size)
+        words = min(4, k.run * size // 4)
+        found = []
+        for first in range(0, k.dim, 4 * k.run):
+            for start in range(0, k.run * size, 4 * words):
+                found += self.lanes.load(ref, at, words, first * size + start)
+        if size == 4:
+            return [_float(word) for word in found]
+        return [_float(x) for word in found for x in (word << 16, word & jnp.int32(-65536))]
+
+    def _rotate(self, numbers, distances):
+        """Times Sylvester's matrix: sums and differences of what differs by a bit of its channel.
+
+        Args:
+            numbers: of a power of two of channels.
+            distances: between threads whose channels differ by a bit.
+        """
+        bit = 1
+        while bit < len(numbers):
+            numbers = [
+                numbers[n - bit] - x if n & bit else x + numbers[n + bit]
+                for n, x in enumerate(numbers)
+            ]
+            bit *= 2
+        for distance in distances:
+            sign = jnp.where((self.thread & distance) == 0, jnp.float32(1), jnp.float32(-1))
+            numbers = [
+                self.lanes.multiply_add(x, sign, self.lanes.exchange(x, distance)) for x in numbers
+            ]
+        return numbers
+
+    def _bytes(self, numbers):
+        """Words of fixed-point numbers of the largest one of a head, upper or lower bytes."""
+        largest = functools.reduce(jnp.maximum, [jnp.abs(x) for x in numbers])
+        for distance in (1, 2):
+            largest = jnp.maximum(largest, self.lanes.exchange(largest, distance))
+        largest = jnp.maximum(largest, TINY)
+        inverse = TOP / largest
+        fixed = [_int(x * inverse + ROUND) for x in numbers]
+        # The upper byte of a number whose lower one is signed, or the lower one.
+        fixed = [jnp.where(self._low, x, (x + 128) >> 8) & 255 for x in fixed]
+        fours = zip(*(fixed[n::4] for n in range(4)), strict=True)
+        return [a | b << 8 | c << 16 | d << 24 for a, b, c, d in fours], largest
+
+    def _halves(self, numbers):
+        """Words of two bfloat16 each: of the numbers, or of what those leave over."""
+        halves = []
+        for x in numbers:
+            high = _rounded(x)
+            halves.append(jnp.where(self._low, _rounded(x - _float(high)), high))
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        return [jax.lax.shift_right_logical(a, jnp.int32(16)) | b for a, b in pairs]
+
+    @property
+    def _low(self):
+        """Whether a column is the second one of its head."""
+        return (self.r & 1) == 1
 
     def _step(self, stage, query, tiles):
         """Attend to the slots of a stage, which begins at a byte of the shared memory."""
@@ -655,6 +704,8 @@ class Program:
         outs = totals + 4 * _WARPS * heads
         lanes.sync()
         for tile, (top, total, sums) in enumerate(tiles):
+            if self.plan.rotated:
+                sums = [x * jnp.float32(dim**-0.5) for x in self._rotate(sums, (4, 8, 16))]
             for distance in (4, 8, 16):
                 total = total + lanes.exchange(total, distance)
             head = self.warp * heads + tile * _HEADS + self.c
@@ -664,7 +715,8 @@ class Program:
                 channel = 8 * index + self.r
                 lanes.store(ring, outs + 4 * (head * dim + channel), number, everywhere)
         lanes.sync()
-        base = (self.row * self.outs["out"].shape[1] + self.head) * self.plan.count + self.part
+        _, kv_heads, count, _ = self.outs["top"].shape
+        base = (self.row * kv_heads + self.head) * count + self.place[2]
         for start in range(0, heads * dim, THREADS):
             at = start + self.thread
             head, channel = at // dim, at % dim
@@ -706,6 +758,11 @@ def _float(word):
 
 def _int(number):
     return jax.lax.bitcast_convert_type(number, jnp.int32)
+
+
+def _rounded(number):
+    """The bits of the nearest number that is a bfloat16."""
+    return (_int(number) + 0x8000) & jnp.int32(-65536)
 
 
 def _join(pair, side: Side):

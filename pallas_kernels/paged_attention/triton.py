@@ -102,7 +102,9 @@ def paged_attention_triton(
         shares(*coded_queries(pages, q), pages, table, launch=launch or _launch(pages))
         for q, pages, table in zip(queries, pools, tables, strict=True)
     ]
-    return combine(parts, queries[0], pools, tables, sinks)
+    turns = [functools.partial(plain_output, pages) for pages in pools]
+    out, lse = combine(parts, turns, queries[0], sinks)
+    return (out, lse, _masses(parts, tables, lse)) if with_mass else (out, lse)
 
 
 def _launch(pages: KVPages) -> Launch:
@@ -283,9 +285,15 @@ def _place(table, row, head, step, page, slots) -> Place:
     return Place(ids, jnp.arange(page))
 
 
-def combine(parts, q, pools, tables, sinks):
-    """Merge the shares of all pools."""
-    kv_heads = tables[0].shape[1]
+def combine(parts, turns, q, sinks):
+    """Merge shares: the output, and the log-sum-exp of the logits.
+
+    Args:
+        parts: what ``_shares`` returns, of each pool or of several together.
+        turns: for each, what makes the model's own values of a sum.
+        q: the queries, for their shape.
+    """
+    kv_heads = parts[0]["top"].shape[1]
     tops = [part["top"].max(2) for part in parts]
     best = functools.reduce(jnp.maximum, tops)  # [B, Hkv, G]
     if sinks is not None:
@@ -293,21 +301,22 @@ def combine(parts, q, pools, tables, sinks):
         best = jnp.maximum(best, sink)
     total = 0.0 if sinks is None else jnp.exp2(sink - best)
     out = 0.0
-    for part, pages in zip(parts, pools, strict=True):
+    for part, turn in zip(parts, turns, strict=True):
         weight = jnp.exp2(part["top"] - best[:, :, None])
         total += (part["total"] * weight).sum(2)
-        mine = (part["out"] * weight[..., None]).sum(2)
-        out += plain_output(pages, mine)
+        out += turn((part["out"] * weight[..., None]).sum(2))
     some = total > 0
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, best + jnp.log2(total), -jnp.inf)
-    out = (out / total[..., None]).reshape(q.shape)
-    found = out, (lse / LOG2E).reshape(q.shape[:2])
-    if "logits" not in parts[0]:
-        return found
-    mass = []
+    return (out / total[..., None]).reshape(q.shape), (lse / LOG2E).reshape(q.shape[:2])
+
+
+def _masses(parts, tables, lse):
+    """The weight of every slot that a table names, summed over the group."""
+    found = []
     for part, table in zip(parts, tables, strict=True):
-        share = jnp.exp2(part["logits"] - jnp.where(some, lse, 0)[:, :, None]).sum(3)
+        top = jnp.where(jnp.isneginf(lse), 0, lse * LOG2E).reshape(*table.shape[:2], 1, -1)
+        share = jnp.exp2(part["logits"] - top).sum(3)
         named = jnp.repeat(table != SCRATCH_PAGE, share.shape[2] // table.shape[2], axis=2)
-        mass.append(jnp.where(named, share, 0))
-    return *found, tuple(mass)
+        found.append(jnp.where(named, share, 0))
+    return tuple(found)
