@@ -156,10 +156,8 @@ def measure(step, repeats: int, state, *arguments, calls: int = CALLS) -> dict:
     return {"backend": backend, "ms": statistics.median(raw[2:]), "raw_ms": raw[2:]}
 
 
-def ours(
-    name: str, rows: int, tokens: int, page: int, repeats: int, implementation, with_mass=False
-) -> dict:
-    """The public op over a pool of the format and the recent tokens."""
+def ours(name: str, rows: int, tokens: int, page: int, repeats: int, op) -> dict:
+    """``op``, the public one, over a pool of the format and the recent tokens."""
     keys = jax.random.split(jax.random.key(0), 3)
     main = random_pool(keys[0], FORMATS[name], rows, page, tokens // page)
     recent = random_pool(keys[1], ("float", "float"), rows, RECENT_PAGE, RECENT_PAGES)
@@ -170,8 +168,7 @@ def ours(
     def attend(q, tables, *leaves):
         # Leaf by leaf: lowering rebuilds its arguments out of descriptions of arrays.
         pools = jax.tree.unflatten(kind, leaves)
-        options = {"scale": DIM**-0.5, "implementation": implementation, "with_mass": with_mass}
-        out, _, *mass = paged_attention(q, pools, tables, **options)
+        out, _, *mass = op(q, pools, tables, scale=DIM**-0.5)
         return out + sum(part.sum() for part in mass[0]) * 1e-9 if mass else out
 
     found = measure(attention(attend), repeats, q, tables, *leaves)
@@ -268,15 +265,19 @@ def main() -> None:
         if args.out:
             write_json(args.out, record)
 
+    by, gather = {"implementation": args.implementation}, {"implementation": "xla"}
+    op = functools.partial(paged_attention, **by)
     for rows, tokens in (SHAPES[i] for i in args.shapes):
+
+        def call(name, op, rows=rows, tokens=tokens):
+            return ours(name, rows, tokens, args.page, args.repeats, op)
+
         for name in args.formats:
-            fixed = name, rows, tokens, args.page, args.repeats, args.implementation
-            note(f"paged_attention {name}", rows, tokens, functools.partial(ours, *fixed))
+            note(f"paged_attention {name}", rows, tokens, functools.partial(call, name, op))
         for name in [name for name in ("bf16", "int4") if name in args.formats]:
-            fixed = name, rows, tokens, args.page, args.repeats, args.implementation, True
-            note(f"paged_attention {name}, mass", rows, tokens, functools.partial(ours, *fixed))
-            fixed = name, rows, tokens, args.page, args.repeats, "xla"
-            note(f"paged_attention {name}, gather", rows, tokens, functools.partial(ours, *fixed))
+            for what, way in (("mass", {**by, "with_mass": True}), ("gather", gather)):
+                run = functools.partial(call, name, functools.partial(paged_attention, **way))
+                note(f"paged_attention {name}, {what}", rows, tokens, run)
         if not args.no_others:
             rest = rows, tokens, args.repeats
             for backend in ("cudnn", "xla"):

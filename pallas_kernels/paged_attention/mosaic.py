@@ -118,6 +118,7 @@ class Plan:
         span: slots that a warp takes in a step.
         width: pages that the table may name.
         count: programs of a row and KV head.
+        most: stages to have, if there is so much to do and room for them.
         arrays: what every page has, as (name, bytes of a page).
     """
 
@@ -128,7 +129,13 @@ class Plan:
     span: int
     width: int
     count: int
+    most: int
     arrays: tuple[tuple[str, int], ...]
+
+    @property
+    def share(self) -> int:
+        """Steps of a program at most."""
+        return -(-(-(-self.width // self.pages)) // self.count)
 
     @property
     def pages(self) -> int:
@@ -144,6 +151,16 @@ class Plan:
     def stage(self) -> int:
         """Bytes of a step's pages."""
         return self.pages * sum(nbytes for _, nbytes in self.arrays)
+
+    @property
+    def stages(self) -> int:
+        """Steps whose pages are there or on their way."""
+        return min(self.most, self.share, max(2, (_MOST - _START) // self.stage))
+
+    @property
+    def ring(self) -> int:
+        """Bytes of shared memory for all stages."""
+        return _START + self.stages * self.stage
 
     def at(self, name: str) -> int:
         """Where an array begins in a stage."""
@@ -161,7 +178,7 @@ def unsupported(
         return f"at most 16 query heads may share a KV head, got {group}"
     if q.dtype != jnp.bfloat16:
         return f"queries must be bfloat16, got {q.dtype}"
-    for pages in pools:
+    for pages, table in zip(pools, tables, strict=True):
         page = pages.page_size
         for fmt, scale in ((pages.k_format, pages.k_scale), (pages.v_format, pages.v_scale)):
             if fmt not in ("float", *INTEGERS):
@@ -180,7 +197,7 @@ def unsupported(
                 return f"pages must be codes or bfloat16, got {array.dtype}"
         if not _chunk(pages.k.shape[2] * pages.k.dtype.itemsize) or pages.v.shape[1] % 16:
             return f"a slot's codes must have a multiple of 16 bytes, got {dim=}"
-        if _plan(pages, tables[0], dim, Launch()).stage * 2 + _START > _MOST:
+        if _plan(pages, table, dim, Launch()).ring > _MOST:
             return f"two steps need more than {_MOST} bytes of shared memory, with {page=} {dim=}"
     return None
 
@@ -255,7 +272,7 @@ def _plan(pages: KVPages, table, dim: int, launch: Launch) -> Plan:
         v = Side(pages.v_format, dim, span * size // 4)
         steps = -(-width * page // (_WARPS * span))
         count = min(steps, max(1, launch.programs // (rows * kv_heads)))
-        return Plan(k, v, pages.rotated, page, span, width, count, nbytes)
+        return Plan(k, v, pages.rotated, page, span, width, count, launch.stages, nbytes)
 
     spans = [n for n in (16, 32, 64) if n <= page <= _WARPS * n and n * size <= 64]
     plans = [plan(span) for span in spans]
@@ -291,9 +308,8 @@ def _shares(
         name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
         for name, shape in shapes.items()
     }
-    stages = min(launch.stages, (_MOST - _START) // max(plan.stage for plan in plans))
     merged = 4 * _WARPS * -(-group // _HEADS) * _HEADS * (dim + 2)
-    ring = _START + max(stages * max(plan.stage for plan in plans), merged)
+    ring = max(_START + merged, *(plan.ring for plan in plans))
     inputs, kind = jax.tree.flatten(arrays)
     outputs, out_kind = jax.tree.flatten(out)
 
@@ -305,8 +321,7 @@ def _shares(
         for plan, mine in zip(plans, taken, strict=True):
             part = place[2] - start
             program = Program(
-                Lanes(interpret), plan, mine, stored, ring, stages, place, part, scale, window,
-                soft_cap,
+                Lanes(interpret), plan, mine, stored, ring, place, part, scale, window, soft_cap
             )  # fmt: skip
             if len(plans) == 1:
                 program.run()
@@ -369,11 +384,9 @@ class Program:
         part: the share that it takes.
     """
 
-    def __init__(
-        self, lanes, plan, refs, outs, ring, stages, place, part, scale, window, soft_cap
-    ):
+    def __init__(self, lanes, plan, refs, outs, ring, place, part, scale, window, soft_cap):
         self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
-        self.stages, self.place, self.part = stages, place, part
+        self.place, self.part = place, part
         self.row, self.head, _ = place
         self.scale, self.window, self.soft_cap = scale * LOG2E, window, soft_cap
         self.group = outs["top"].shape[3]
@@ -387,22 +400,26 @@ class Program:
     def run(self) -> None:
         lanes, plan = self.lanes, self.plan
         each = _WARPS if plan.alone else 1
-        lanes.barriers(self.ring, [_WARPS // each] * (2 * self.stages * each))
+        stages = plan.stages
+        lanes.barriers(self.ring, [_WARPS // each] * (2 * stages * each))
         steps = pl.cdiv(self._used() * plan.page, _WARPS * plan.span)
         share = pl.cdiv(steps, plan.count)
         first = self.part * share
         last = jnp.minimum(first + share, steps)
-        for ahead in range(self.stages - 1):
-            self._fetch(ahead, first + ahead, last, self._page(first + ahead))
+        # A stage is filled again a step after it was read, so that no warp waits for another.
+        ahead = stages - 1 if stages < plan.share else stages
+        for number in range(ahead):
+            self._fetch(number, first + number, last, self._page(first + number))
         query = [self._query(tile) for tile in range(self.tiles)]
         zero = jnp.zeros(THREADS, jnp.float32)
         tile = (zero + LOWEST, zero, (zero,) * (plan.v.dim // 8))
-        page = self._page(first + self.stages - 1)
+        page = self._page(first + ahead) if ahead < plan.share else None
 
         def step(i, carry):
             page, tiles = carry
-            self._fetch(i - first + self.stages - 1, i + self.stages - 1, last, page)
-            page = self._page(i + self.stages)
+            if page is not None:
+                self._fetch(i - first + ahead, i + ahead, last, page)
+                page = self._page(i + ahead + 1)
             slot, phase, full, free = self._slot(i - first)
             lanes.wait(self.ring, full, phase)
             tiles = self._step(_START + slot * plan.stage, query, tiles)
@@ -415,11 +432,11 @@ class Program:
 
     def _slot(self, number):
         """Of a step: its stage, how often that was used, and the barriers of the warp."""
-        slot = jax.lax.rem(number, self.stages)
-        phase = jax.lax.div(number, self.stages) & 1
+        slot = jax.lax.rem(number, self.plan.stages)
+        phase = jax.lax.div(number, self.plan.stages) & 1
         each = _WARPS if self.plan.alone else 1
         barrier = 8 * (slot * each + (self.warp if self.plan.alone else 0))
-        return slot, _all(phase), _all(barrier), _all(barrier + 8 * self.stages * each)
+        return slot, _all(phase), _all(barrier), _all(barrier + 8 * self.plan.stages * each)
 
     def _used(self):
         """Pages of the table up to the last one that it names."""
