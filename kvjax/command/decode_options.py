@@ -247,7 +247,7 @@ class DecodeConfig:
         "go on from a saved cache, with the same model and method: the prompt is the next turn; "
         "without one the answer goes on",
     )
-    kernel: Literal["triton", "xla"] | None = option(
+    kernel: Literal["mosaic", "triton", "xla"] | None = option(
         None, "what computes attention (default: the GPU's kernel where it can run)"
     )
     tp: int = option(1, "devices that share the model: its heads and matrices", minimum=1)

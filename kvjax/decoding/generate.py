@@ -67,7 +67,7 @@ def stream(
     repetition_stop: bool = True,
     stop_ids: Sequence[int] | None = None,
     stop_texts: Sequence[str] = (),
-    kernel: Literal["triton", "xla"] | None = None,
+    kernel: Literal["mosaic", "triton", "xla"] | None = None,
     memory_bytes: int | None = None,
     cache: Conversation | None = None,
     keep_cache: bool = False,

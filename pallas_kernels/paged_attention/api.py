@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.layout import KVPages
-from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
+from pallas_kernels.paged_attention.mosaic import other_device, paged_attention_mosaic
 from pallas_kernels.paged_attention.triton import paged_attention_triton, unsupported
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
@@ -83,6 +83,13 @@ def paged_attention(
     if implementation == "xla" or unsupported(*arguments[:3]):
         return xla(*arguments)
     return jax.lax.platform_dependent(*arguments, cuda=triton, default=xla)
+
+
+def missing_device(implementation: Implementation | None) -> str | None:
+    """What a backend needs and this machine's first device is not; None where it is."""
+    if implementation == "triton" and jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU, and JAX sees none"
+    return other_device() if implementation == "mosaic" else None
 
 
 def _check(queries, pools, tables, q_pos, window, sinks) -> None:

@@ -135,7 +135,7 @@ class Plan:
     @property
     def share(self) -> int:
         """Steps of a program at most."""
-        return -(-(-(-self.width // self.pages)) // self.count)
+        return pl.cdiv(pl.cdiv(self.width, self.pages), self.count)
 
     @property
     def pages(self) -> int:
@@ -202,7 +202,7 @@ def unsupported(
     return None
 
 
-def _other_device() -> str | None:
+def other_device() -> str | None:
     """Why this is no device for the kernel, None where it is: for others, the compiler crashes."""
     needs = f"needs a GPU of compute capability {_CAPABILITY} (H100, H200, GH200)"
     described = jax.sharding.get_abstract_mesh().abstract_device
@@ -237,7 +237,7 @@ def paged_attention_mosaic(
     if with_mass:
         reason = "it cannot tell the attention that every slot received"
     if reason is None and not interpret:
-        reason = _other_device()
+        reason = other_device()
     if reason:
         raise NotImplementedError(f"mosaic paged_attention: {reason}")
     parts = _shares(

@@ -88,6 +88,36 @@ def test_paged_attention_with_all_that_it_takes(h200, formats, dim, group):
     assert sum(name.startswith("paged_attention") for name in names) == 1
 
 
+@pytest.mark.parametrize(
+    ("formats", "dim", "group"),
+    [
+        (("float", "float"), 64, 16),
+        (("int8", "int8"), 128, 4),
+        (("int4", "int2"), 128, 8),
+        (("float", "int4"), 128, 1),
+    ],
+    ids=str,
+)
+def test_paged_attention_by_mosaic(h200, formats, dim, group):
+    """One launch for codes and recent tokens, rotated and not; two of XLA's merge its shares."""
+
+    def attend(q, pools, tables, q_pos, sinks):
+        options = {"scale": 0.1, "window": 99, "soft_cap": 30.0, "implementation": "mosaic"}
+        return paged_attention(q, pools, tables, q_pos=q_pos, sinks=sinks, **options)
+
+    heads = HEADS * group
+    program = h200.compile(
+        jax.jit(attend),
+        array(ROWS, heads, dim),
+        (pool(dim, formats), pool(dim, ("float", "float"))),
+        (array(ROWS, HEADS, 40, dtype=jnp.int32), array(ROWS, HEADS, 3, dtype=jnp.int32)),
+        array(ROWS, dtype=jnp.int32),
+        array(heads, dtype=jnp.float32),
+    )
+    kinds = [launch.kind for launch in program.launches]
+    assert kinds.count("kCustomCall") == 1 and len(kinds) <= 4, kinds
+
+
 def test_scales_are_rounded_before_they_are_used(h200):
     """XLA drops a pair of conversions, and codes would be those of a scale that is not stored."""
     program = h200.compile(

@@ -20,7 +20,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.layers import linear
 from kvjax.recipes import full
 from pallas_kernels import paged_attention, write_slots
-from tests.aot.checks import Sizes, loop_problems, memory_problems
+from tests.aot.checks import Sizes, gathered, loop_problems, memory_problems
 
 pytestmark = pytest.mark.aot
 
@@ -101,6 +101,14 @@ def test_decode_chunk_of_the_first_pages(h200, case):
     program = h200.compile(decode_chunk, *case.chunk_arguments(), **DECODE, width=1024)
     assert memory_problems(program, case.sizes) == {}
     assert loop_problems(program, case.sizes, LAYERS) == {}
+
+
+def test_decode_chunk_by_mosaic(h200, case):
+    program = h200.compile(decode_chunk, *case.chunk_arguments(), **DECODE, kernel="mosaic")
+    assert memory_problems(program, case.sizes) == {}
+    assert gathered(program, case.sizes.pools) == []
+    kernels = [launch for launch in program.launches if launch.looped and launch.captured]
+    assert [launch.kind for launch in kernels].count("kCustomCall") == LAYERS
 
 
 def test_start_decoding(h200, case):

@@ -83,7 +83,7 @@ def test_a_wrong_file_is_refused(file, line, message):
         (["--batch-size", "-3"], "--batch-size must be at least 1, got -3"),
         (["--temperature", "inf"], "--temperature must be at least 0, got inf"),
         (["--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
-        (["--kernel", "mosaic"], "argument --kernel: invalid choice: 'mosaic'"),
+        (["--kernel", "cudnn"], "argument --kernel: invalid choice: 'cudnn'"),
         (["--page-size", "48"], "--page-size must be a power of two, got 48"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--method", "magic"], "invalid choice: 'magic'"),

@@ -111,19 +111,34 @@ def test_repetition():
 
 def test_a_kernel_by_name(unchecked):
     assert tuple(result.tokens for result in decode(prompts(), kernel="xla")) == tuple(usual())
-    with pytest.raises(kvjax.UsageError, match="kernel must be None, triton or xla, got 'mosaic'"):
-        decode(prompts(), kernel="mosaic")
+    with pytest.raises(kvjax.UsageError, match="must be None, mosaic, triton or xla, got 'cudnn'"):
+        decode(prompts(), kernel="cudnn")
     with pytest.raises(kvjax.UsageError, match="kernel triton needs an NVIDIA GPU"):
         decode(prompts(), kernel="triton")
+    with pytest.raises(kvjax.UsageError, match=r"kernel mosaic needs .* 9\.0 .*, got cpu"):
+        decode(prompts(), kernel="mosaic")
 
 
 def test_a_kernel_that_cannot_read_a_codec(monkeypatch):
-    requests = importlib.import_module("kvjax.decoding.requests")
-    monkeypatch.setattr(requests.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with pytest.raises(
         kvjax.UsageError, match=r"kernel triton cannot do this: .* no codes of uint2"
     ):
         decode(prompts(), kernel="triton", recipe=kvjax.recipes.kivi("kivi2-g8"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (kvjax.recipes.tova(), "tells no slot's attention"),
+        (kvjax.recipes.full(), "cannot do this: .* queries must be bfloat16"),
+    ],
+)
+def test_a_kernel_that_cannot_run_a_recipe(monkeypatch, recipe, message):
+    requests = importlib.import_module("kvjax.decoding.requests")
+    monkeypatch.setattr(requests, "missing_device", lambda kernel: None)
+    with pytest.raises(kvjax.UsageError, match=f"kernel mosaic {message}"):
+        decode(prompts(), kernel="mosaic", recipe=recipe)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4])

@@ -40,6 +40,14 @@ AXES = {
     "basis": (False, True),
 }
 
+# What the Mosaic kernel takes.
+HOPPER = {
+    "head_dim": (64, 128),
+    "page": (16, 32, 64, 128),
+    "dtype": ("bfloat16",),
+    "fmt": ("float", "int8", "int4", "int2", "int8 int2", "float int4"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
