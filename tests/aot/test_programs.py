@@ -107,8 +107,9 @@ def test_decode_chunk_by_mosaic(h200, case):
     program = h200.compile(decode_chunk, *case.chunk_arguments(), **DECODE, kernel="mosaic")
     assert memory_problems(program, case.sizes) == {}
     assert gathered(program, case.sizes.pools) == []
-    kernels = [launch for launch in program.launches if launch.looped and launch.captured]
-    assert [launch.kind for launch in kernels].count("kCustomCall") == LAYERS
+    # By themselves, between command buffers: XLA takes no call of Mosaic's into those.
+    calls = [launch for launch in program.launches if launch.kind == "kCustomCall"]
+    assert [call.looped for call in calls] == [True] * LAYERS
 
 
 def test_start_decoding(h200, case):

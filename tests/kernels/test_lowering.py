@@ -126,7 +126,7 @@ def test_paged_attention_that_the_kernel_cannot_do(gpu):
 
 def test_paged_attention_by_mosaic():
     """One launch for both pools, for GPUs that its compiler does not crash for."""
-    arguments = jnp.bfloat16, 64, 4, 64, 2, False, "mosaic", ("int4", "int4")
+    arguments = jnp.bfloat16, 128, 4, 64, 2, False, "mosaic", ("int4", "int4")
     text = attention("NVIDIA H200", *arguments)
     assert text.count("custom_call @mosaic_gpu") == 1 and KERNEL not in text
     for gpu in ("NVIDIA A100", "NVIDIA B200"):
