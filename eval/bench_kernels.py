@@ -5,7 +5,8 @@
 A call of attention takes one query for each row of a batch to a pool of codes (with scales, biases
 and free slots, pages in random order) and to the few recent tokens' pool, as a step of decoding
 does. Calls are chained inside one jit. They are set against the memory roofline, against XLA's
-gather, and against attention that other libraries compute over as many bfloat16 tokens.
+gather, and against attention that other libraries compute over as many bfloat16 tokens, PyTorch
+among them where the plain ``python3`` has it.
 
 A call of ``write_slots`` takes the tokens that leave the recent window of every row at a time: in
 one launch, into neighbouring slots or any, and in XLA's way.
@@ -15,8 +16,11 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import json
+import os
 import pathlib
 import statistics
+import subprocess
 import time
 import warnings
 from typing import get_args
@@ -212,6 +216,29 @@ def contiguous(implementation: str, rows: int, tokens: int, repeats: int) -> dic
     return measure(attention(attend), repeats, q, k, v)
 
 
+def torch_contiguous(rows: int, tokens: int, repeats: int) -> dict:
+    """PyTorch's, likewise, where there is a ``python3`` that has it: the faster of two ways.
+
+    Raises:
+        FileNotFoundError: there is no ``python3``.
+        RuntimeError: it has no PyTorch, or that sees no GPU.
+    """
+    peer = pathlib.Path(__file__).with_name("peer_attention.py")
+    numbers = rows, tokens, KV_HEADS, GROUP, DIM, CALLS, repeats
+    done = subprocess.run(
+        ["python3", str(peer), *map(str, numbers)],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    told = json.loads(done.stdout)
+    way, raw = min(told["ms"].items(), key=lambda pair: statistics.median(pair[1]))
+    backend = f"torch {told['version']}, {way}"
+    return {"backend": backend, "ms": statistics.median(raw), "raw_ms": raw}
+
+
 def jax_paged(rows: int, tokens: int, page: int, repeats: int) -> dict:
     """JAX's own paged attention for GPUs, over bfloat16 pages that all KV heads share."""
     with warnings.catch_warnings():
@@ -258,7 +285,9 @@ def main() -> None:
         line = f"{rows:4d} {tokens:6d}  {what:30s} "
         if "ms" in result:
             rate = 1000 * moved / result["ms"]
-            line += f"{result['backend']:7s} {result['ms']:8.4f} {rate / 1e12:6.2f}"
+            line += (
+                f"{result['backend'].partition(' ')[0]:7s} {result['ms']:8.4f} {rate / 1e12:6.2f}"
+            )
             line += f" {rate / BANDWIDTH:8.2f}"
         print(line + result.get("error", ""), flush=True)
         record["results"].append(result)
@@ -283,6 +312,7 @@ def main() -> None:
             for backend in ("cudnn", "xla"):
                 note(f"contiguous {backend}", rows, tokens,
                      functools.partial(contiguous, backend, *rest))  # fmt: skip
+            note("contiguous torch", rows, tokens, functools.partial(torch_contiguous, *rest))
             note("jax paged_attention", rows, tokens,
                  functools.partial(jax_paged, rows, tokens, 16, args.repeats))  # fmt: skip
 

@@ -130,7 +130,7 @@ def test_a_kernel_that_cannot_read_a_codec(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (kvjax.recipes.tova(), "tells no slot's attention"),
+        (kvjax.recipes.h2o(), "tells no slot's attention"),
         (kvjax.recipes.full(), "cannot do this: .* queries must be bfloat16"),
     ],
 )
