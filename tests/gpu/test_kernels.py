@@ -1,9 +1,10 @@
 """Both ops as a GPU runs them. `make venv`, `.venv/bin/pip install -e .[cuda]`, then
 `.venv/bin/python -m pytest -m gpu tests/gpu`. docs/kernels.md says how to run it under
-compute-sanitizer."""
+compute-sanitizer, and ``trial`` how to see first that no case hangs."""
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 from kvjax.eval.bench_kernels import FORMATS, SHAPES, StoreShape, random_pool, store_arguments
 from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE, middle
+from pallas_kernels.paged_attention.api import Implementation
+from pallas_kernels.paged_attention.mosaic import other_device, unsupported
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.kernels import cases, coded
 from tests.kernels.cases import Case
@@ -33,21 +36,30 @@ RUNS = 10
 
 def attend(problem: cases.Problem, implementation):
     fixed = {name: getattr(problem, name) for name in ("scale", "window", "soft_cap")}
-    fn = functools.partial(paged_attention, implementation=implementation, with_mass=True, **fixed)
+    fixed["with_mass"] = implementation != "mosaic"
+    fn = functools.partial(paged_attention, implementation=implementation, **fixed)
     arrays = {"q_pos": problem.q_pos, "sinks": problem.sinks}
     return jax.jit(lambda q, pools, tables, arrays: fn(q, pools, tables, **arrays))(
         problem.q, problem.pools, problem.tables, arrays
     )
 
 
+def skip_others_of_mosaic(implementation, q, pools, tables):
+    if implementation == "mosaic":
+        reason = other_device() or unsupported((q,) * len(pools), pools, tables)
+        if reason:
+            pytest.skip(reason)
+
+
 def test_at_most_60_configurations():
     assert len(COVERING) + len(BENCHMARK) + len(STORES) + len(CODED) <= 60
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("implementation", get_args(Implementation))
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_paged_attention(case, implementation):
     problem = cases.build(case)
+    skip_others_of_mosaic(implementation, problem.q, problem.pools, problem.tables)
     problem = cases.finite(problem) if implementation == "xla" else problem
     cases.check(attend(problem, implementation), problem)
 
@@ -68,8 +80,9 @@ def test_the_kernel_is_what_runs():
     assert "gpu$xla.gpu.triton" in text(None) and "gpu$xla.gpu.triton" not in text("xla")
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize(("name", "shape"), BENCHMARK, ids=str)
-def test_paged_attention_of_the_benchmark(name, shape):
+def test_paged_attention_of_the_benchmark(name, shape, implementation):
     """Long rows with recent tokens beside them, against the reference; ten times the same."""
     rows, tokens = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -77,7 +90,8 @@ def test_paged_attention_of_the_benchmark(name, shape):
     recent = random_pool(keys[1], ("float", "float"), rows, 16, 3)
     pools, tables = zip(main, recent, strict=True)
     q = jax.random.normal(keys[2], (rows, 32, 128), jnp.bfloat16)
-    fn = functools.partial(paged_attention, scale=128**-0.5, implementation="triton")
+    skip_others_of_mosaic(implementation, q, pools, tables)
+    fn = functools.partial(paged_attention, scale=128**-0.5, implementation=implementation)
     attend = jax.jit(lambda q, pools, tables: fn(q, pools, tables))
     runs = [jax.device_get(attend(q, pools, tables)) for _ in range(RUNS)]
     assert len({(out.tobytes(), lse.tobytes()) for out, lse in runs}) == 1
@@ -93,7 +107,7 @@ def test_paged_attention_of_the_benchmark(name, shape):
 
 @pytest.mark.parametrize("fmt", ["float", "int8", "int4", "int2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("implementation", get_args(Implementation))
 def test_long_rows_against_the_reference(implementation, dtype, fmt):
     """Thousands of slots a row, so that every share takes several pages."""
     rng = np.random.default_rng(0)
@@ -132,6 +146,7 @@ def test_long_rows_against_the_reference(implementation, dtype, fmt):
     q_pos = jnp.full(rows, 4000, jnp.int32)
     options = {"scale": 0.125, "q_pos": q_pos, "window": 3000, "sinks": sinks}
     arguments = q, (pages,), (jnp.asarray(table),)
+    skip_others_of_mosaic(implementation, *arguments)
     out, lse = paged_attention(*arguments, **options, implementation=implementation)
     expected_out, expected_lse, _ = paged_attention_reference((q,), *arguments[1:], **options)
     tolerance = 4e-3 if dtype == "bfloat16" else 1e-5 if fmt == "float" else 2e-4

@@ -33,15 +33,7 @@ FIRST = [
     dataclasses.replace(WIDE, fmt="int4", group=8, pools=2, window=True, sinks=True, basis=True),
     dataclasses.replace(WIDE, fmt="int8 int2", group=16, page=128, cap=True),
 ]
-COVERING = [
-    case
-    for case in cases.covering(
-        head_dim=(64, 96, 128, 256),
-        page=(16, 32, 64, 128),
-        dtype=("bfloat16",),
-        fmt=("float", "int8", "int4", "int2", "int8 int2", "float int4"),
-    )
-]
+COVERING = cases.covering(**cases.HOPPER)
 NAMES = ("bf16", "int8", "int4", "int2", "k4v2")
 # What to expect most of comes first: four programs of 20 KiB steps fit where two of 40 KiB do.
 LAUNCHES = [
