@@ -42,7 +42,7 @@ def check(found: tuple, problem: cases.Problem) -> None:
             dataclasses.replace(LONG, fmt="int4", pools=2, basis=True, window=True, sinks=True),
             NARROW,
         ),
-        (dataclasses.replace(LONG, fmt="int8 int2", page=128), Launch(programs=8)),
+        (dataclasses.replace(LONG, fmt="int8 int2", page=128), Launch(programs=18)),
         (dataclasses.replace(SMALL, basis=True, cap=True, group=5), None),
     ],
     ids=str,
