@@ -15,7 +15,8 @@ from kvjax.eval.bench_kernels import FORMATS, SHAPES, StoreShape, random_pool, s
 from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE, middle
 from pallas_kernels.paged_attention.api import Implementation
-from pallas_kernels.paged_attention.mosaic import other_device, unsupported
+from pallas_kernels.paged_attention.hopper.plan import unsupported
+from pallas_kernels.paged_attention.mosaic import other_device
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.kernels import cases, coded
 from tests.kernels.cases import Case

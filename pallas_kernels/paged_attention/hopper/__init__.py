@@ -1,0 +1,1 @@
+"""What the Mosaic GPU kernel for Hopper is made of."""

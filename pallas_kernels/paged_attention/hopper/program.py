@@ -1,0 +1,331 @@
+"""A program of the Mosaic kernel; ``pallas_kernels.paged_attention.mosaic`` says how it works."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layout import SCRATCH_PAGE
+from pallas_kernels.paged_attention.hopper.lanes import THREADS, Copy
+from pallas_kernels.paged_attention.hopper.plan import HEADS, START, WARPS, Side
+from pallas_kernels.paged_attention.hopper.query import Queries
+from pallas_kernels.paged_attention.hopper.registers import (
+    as_bits,
+    as_float,
+    everywhere,
+    rotated,
+)
+from pallas_kernels.paged_attention.operands import LOWEST, NEG_INF, ROUND, TINY, TOP
+from pallas_kernels.paged_attention.triton import LOG2E
+
+
+class Program:
+    """One row, one KV head and a share of one pool's pages.
+
+    Args:
+        refs: arrays of the pool by name.
+        outs: arrays of the results, for all programs.
+        ring: the shared memory.
+        place: the program's row, head and number.
+        part: the share that it takes.
+    """
+
+    def __init__(self, lanes, plan, refs, outs, ring, place, part, scale, window, soft_cap):
+        self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
+        self.place, self.part = place, part
+        self.row, self.head, _ = place
+        self.scale, self.window, self.soft_cap = scale * LOG2E, window, soft_cap
+        self.group = outs["top"].shape[3]
+        self.thread = lanes.thread()
+        lane = self.thread & 31
+        self.warp, self.r, self.c = self.thread >> 5, lane >> 2, lane & 3
+        self.tiles = -(-self.group // HEADS)
+        # Where the slots of rows r of a first product are, among the warp's.
+        self.slot = plan.span // 4 * (self.r >> 1) + (self.r & 1)
+
+    def run(self) -> None:
+        lanes, plan = self.lanes, self.plan
+        each = WARPS if plan.alone else 1
+        queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
+        stages = plan.stages
+        lanes.barriers(self.ring, [WARPS // each] * (2 * stages * each))
+        steps = pl.cdiv(self._used() * plan.page, WARPS * plan.span)
+        share = pl.cdiv(steps, plan.count)
+        first = self.part * share
+        last = jnp.minimum(first + share, steps)
+        # A stage is filled again a step after it was read, so that no warp waits for another.
+        ahead = stages - 1 if stages < plan.share else stages
+        for number in range(ahead):
+            self._fetch(number, first + number, last, self._page(first + number))
+        query = [queries.words(tile) for tile in range(self.tiles)]
+        zero = jnp.zeros(THREADS, jnp.float32)
+        tile = (zero + LOWEST, zero, (zero,) * (plan.v.dim // 8))
+        page = self._page(first + ahead) if ahead < plan.share else None
+
+        def step(i, carry):
+            page, tiles = carry
+            if page is not None:
+                self._fetch(i - first + ahead, i + ahead, last, page)
+                page = self._page(i + ahead + 1)
+            slot, phase, full, free = self._slot(i - first)
+            lanes.wait(self.ring, full, phase)
+            tiles = self._step(START + slot * plan.stage, query, tiles)
+            lanes.release(self.ring, free)
+            return page, tiles
+
+        carry = jax.tree.map(lanes.register, (page, (tile,) * self.tiles))
+        _, tiles = jax.lax.fori_loop(first, last, step, carry)
+        self._merge(tiles)
+
+    def _slot(self, number):
+        """Of a step: its stage, how often that was used, and the barriers of the warp."""
+        slot = jax.lax.rem(number, self.plan.stages)
+        phase = jax.lax.div(number, self.plan.stages) & 1
+        each = WARPS if self.plan.alone else 1
+        barrier = 8 * (slot * each + (self.warp if self.plan.alone else 0))
+        return (
+            slot,
+            everywhere(phase),
+            everywhere(barrier),
+            everywhere(barrier + 8 * self.plan.stages * each),
+        )
+
+    def _used(self):
+        """Pages of the table up to the last one that it names."""
+        width, lanes = self.plan.width, self.lanes
+        base = (self.row * self.refs["table"].shape[1] + self.head) * width
+
+        def look(i, found):
+            for part in range(4):
+                at = i * 128 + part * 32 + (self.thread & 31)
+                (page,) = lanes.load(self.refs["table"], (base + jnp.minimum(at, width - 1)) * 4, 1)
+                named = (page != SCRATCH_PAGE) & (at < width)
+                found = jnp.maximum(found, jnp.where(named, at + 1, 0))
+            return found
+
+        found = jax.lax.fori_loop(0, -(-width // 128), look, lanes.register(self.thread * 0))
+        for distance in (1, 2, 4, 8, 16):
+            found = jnp.maximum(found, lanes.exchange(found, distance))
+        return lanes.uniform(found)
+
+    def _page(self, step):
+        """The page of which the warp fetches its quarter of a step."""
+        plan, table = self.plan, self.refs["table"]
+        base = (self.row * table.shape[1] + self.head) * plan.width
+        at = step * plan.pages + self.warp // (WARPS // plan.pages)
+        (page,) = self.lanes.load(table, (base + jnp.minimum(at, plan.width - 1)) * 4, 1)
+        return jnp.where(at < plan.width, page, SCRATCH_PAGE)
+
+    def _fetch(self, number, step, last, page) -> None:
+        """Fetch a step, the program's ``number``-th, if it has so many."""
+        plan = self.plan
+        slot, phase, full, free = self._slot(number)
+        start = START + slot * plan.stage
+        copies = []
+        for name, nbytes in plan.arrays:
+            part = plan.pages * nbytes // WARPS
+            begin = self.warp % (WARPS // plan.pages) * part
+            to = start + plan.at(name) + self.warp * part
+            copies.append(Copy(self.refs[name], page, begin, part, to))
+        self.lanes.fetch(self.ring, copies, full, free, phase ^ 1, everywhere(step < last))
+
+    def _step(self, stage, query, tiles):
+        """Attend to the slots of a stage, which begins at a byte of the shared memory."""
+        lanes, plan = self.lanes, self.plan
+        k, ring = plan.k, self.ring
+        number = jnp.int32 if k.coded else jnp.float32
+        mine = self.warp * plan.span + self.slot  # the first slot of a thread
+        at = stage + plan.at("k") + mine * k.width + self.c * k.chunk
+        slots = [4 * t + 2 * h for t in range(plan.span // 16) for h in range(2)]
+        sums = []
+        for t in range(plan.span // 16):
+            found = [[jnp.zeros(THREADS, number)] * 4 for _ in range(self.tiles)]
+            for j in range(k.width // (4 * k.chunk)):
+                rows = [
+                    lanes.load(ring, at, k.chunk // 4, (4 * t + 2 * h) * k.width + 4 * k.chunk * j)
+                    for h in range(2)
+                ]
+                for plane in range(k.planes):
+                    left = [[k.signed(lanes, word, plane) for word in row] for row in rows]
+                    for tile in range(self.tiles):
+                        right = query[tile][0][plane][j]
+                        found[tile] = self._products(found[tile], left, right, k.kind)
+            sums.append(found)
+        bias = [self._number("bias", stage, mine, slot) for slot in slots]
+        live = [mark > LOWEST for mark in bias]
+        if self.window is not None:
+            q_pos = lanes.load(self.refs["q_pos"], everywhere(self.row * 4), 1)[0]
+            near = [q_pos - self._word("pos", stage, mine, slot) < self.window for slot in slots]
+            live = [a & b for a, b in zip(live, near, strict=True)]
+        mark = [
+            jnp.where(on, x * jnp.float32(LOG2E), NEG_INF) for on, x in zip(live, bias, strict=True)
+        ]
+        k_scale, v_scale = (self._scales(name, stage, mine, slots, live) for name in "kv")
+        done = []
+        for tile in range(self.tiles):
+            _, scale, shift = query[tile]
+            logits = []
+            for index in range(len(slots)):
+                number = _join(sums[index // 2][tile][2 * (index % 2) :][:2], k)
+                factor = scale if k_scale is None else scale * k_scale[index]
+                logits.append(self._logit(number, factor, live[index], mark[index], shift))
+            done.append(self._add(stage, logits, v_scale, tiles[tile]))
+        return self._values(stage, done)
+
+    def _logit(self, number, factor, live, mark, shift):
+        if self.soft_cap is None:
+            added = mark if shift is None else mark + shift
+            logit = self.lanes.multiply_add(number, factor, added)
+        else:
+            most = jnp.float32(self.soft_cap * LOG2E)
+            logit = number * factor if shift is None else number * factor + shift
+            logit = jnp.tanh(logit * (1 / most)) * most + mark
+        return jnp.where(live, logit, NEG_INF)
+
+    def _add(self, stage, logits, v_scale, tile):
+        """The new top logit, the mass, and the weights as what stands on the right of values."""
+        lanes, v = self.lanes, self.plan.v
+        top, total, sums = tile
+        new_top = jnp.maximum(top, self._column(logits))
+        fade = jnp.exp2(top - new_top)
+        weights = [jnp.exp2(logit - new_top) for logit in logits]
+        total = total * fade + functools.reduce(jnp.add, weights)
+        if not v.coded:
+            right = []
+            for weight in weights:
+                high = weight.astype(jnp.bfloat16).astype(jnp.float32)
+                low = (weight - high).astype(jnp.bfloat16).astype(jnp.float32)
+                pair = jax.lax.shift_right_logical(as_bits(high), jnp.int32(16)) | as_bits(low)
+                right.append(lanes.transpose(pair))
+            return new_top, total, sums, fade, None, right
+        weights = [a * b for a, b in zip(weights, v_scale, strict=True)]
+        largest = jnp.maximum(self._column(weights), TINY)
+        inverse = TOP / largest
+        moved = []
+        for weight in weights:
+            fixed = (as_bits(lanes.multiply_add(weight, inverse, ROUND)) + 128) ^ 128
+            moved.append(lanes.transpose(lanes.pick(fixed, fixed, everywhere(0x1010))))
+        byte = jnp.where((self.r & 1) == 0, 0x7531, 0x6420)
+        right = [lanes.pick(a, b, byte) for a, b in zip(moved[::2], moved[1::2], strict=True)]
+        return new_top, total, sums, fade, largest * jnp.float32(1 / v.unit), right
+
+    def _values(self, stage, done):
+        """Add the weighted values of a stage."""
+        lanes, plan, v = self.lanes, self.plan, self.plan.v
+        size = 1 if v.coded else 2
+        place = self.warp * plan.span
+        row = plan.page * size
+        page = jax.lax.div(place, jnp.int32(plan.page))
+        within = jax.lax.rem(place, jnp.int32(plan.page))
+        rows = v.dim // v.planes
+        at = stage + plan.at("v") + page * (rows * row) + within * size
+        at = at + self.r * row + self.c * v.chunk
+        words = v.chunk // 4
+        zero = [jnp.zeros(THREADS, jnp.int32 if v.coded else jnp.float32)] * 4
+        sums = [list(tile[2]) for tile in done]
+        for first in range(0, rows, 16):
+            lines = [lanes.load(self.ring, at, words, (first + 8 * h) * row) for h in range(2)]
+            for plane in range(v.planes):
+                left = [[v.signed(lanes, word, plane) for word in line] for line in lines]
+                for tile, (_, _, _, fade, factor, right) in enumerate(done):
+                    found = self._products(zero, left, right, v.kind)
+                    for h in range(2):
+                        index = (plane * rows + first) // 8 + h
+                        new = _join(found[2 * h :][:2], v)
+                        if factor is not None:
+                            new = new * factor
+                        old = sums[tile][index]
+                        sums[tile][index] = lanes.multiply_add(old, fade, new)
+        return tuple((t[0], t[1], tuple(s)) for t, s in zip(done, sums, strict=True))
+
+    def _products(self, sums, left, right, kind):
+        """Two words at a time, or one where there is one."""
+        for word in range(0, len(right), 2):
+            pair = slice(word, word + 2)
+            sums = self.lanes.product(sums, [row[pair] for row in left], right[pair], kind)
+        return sums
+
+    def _column(self, numbers):
+        """The largest of the column, of which each thread has some rows."""
+        most = functools.reduce(jnp.maximum, numbers)
+        for distance in (4, 8, 16):
+            most = jnp.maximum(most, self.lanes.exchange(most, distance))
+        return most
+
+    def _word(self, name, stage, mine, slot):
+        at = stage + self.plan.at(name) + mine * 4
+        return self.lanes.load(self.ring, at, 1, 4 * slot)[0]
+
+    def _number(self, name, stage, mine, slot):
+        return as_float(self._word(name, stage, mine, slot))
+
+    def _scales(self, side, stage, mine, slots, live):
+        name = f"{side}_scale"
+        if name not in self.refs:
+            return None
+        at = stage + self.plan.at(name) + mine * 2
+        # Those of free slots may hold anything.
+        return [
+            jnp.where(on, self.lanes.half(self.ring, at, 2 * slot), 0)
+            for on, slot in zip(live, slots, strict=True)
+        ]
+
+    def _merge(self, tiles) -> None:
+        """Put the four warps' sums together, and store them."""
+        lanes, ring, dim = self.lanes, self.ring, self.plan.v.dim
+        heads = self.tiles * HEADS
+        always = self.thread >= 0
+        tops = START
+        totals = tops + 4 * WARPS * heads
+        outs = totals + 4 * WARPS * heads
+        lanes.sync()
+        for tile, (top, total, sums) in enumerate(tiles):
+            if self.plan.rotated:
+                sums = [x * jnp.float32(dim**-0.5) for x in rotated(lanes, sums, (4, 8, 16))]
+            for distance in (4, 8, 16):
+                total = total + lanes.exchange(total, distance)
+            head = self.warp * heads + tile * HEADS + self.c
+            lanes.store(ring, tops + 4 * head, top, self.r == 0)
+            lanes.store(ring, totals + 4 * head, total, self.r == 0)
+            for index, number in enumerate(sums):
+                channel = 8 * index + self.r
+                lanes.store(ring, outs + 4 * (head * dim + channel), number, always)
+        lanes.sync()
+        _, kv_heads, count, _ = self.outs["top"].shape
+        base = (self.row * kv_heads + self.head) * count + self.place[2]
+        for start in range(0, heads * dim, THREADS):
+            at = start + self.thread
+            head, channel = at // dim, at % dim
+            top, weights = self._tops(tops, head, heads)
+            out = functools.reduce(jnp.add, [
+                self._read(outs + 4 * ((warp * heads + head) * dim + channel)) * weight
+                for warp, weight in enumerate(weights)
+            ])  # fmt: skip
+            real = head < self.group
+            lanes.store(self.outs["out"], 4 * (base * self.group * dim + at), out, real)
+        head = jnp.minimum(self.thread, heads - 1)
+        top, weights = self._tops(tops, head, heads)
+        total = functools.reduce(jnp.add, [
+            self._read(totals + 4 * (warp * heads + head)) * weight
+            for warp, weight in enumerate(weights)
+        ])  # fmt: skip
+        real = self.thread < self.group
+        at = 4 * (base * self.group + head)
+        lanes.store(self.outs["top"], at, top, real)
+        lanes.store(self.outs["total"], at, total, real)
+
+    def _tops(self, tops: int, head, heads: int):
+        """The top logit of a head, and what each warp's sums count for."""
+        each = [self._read(tops + 4 * (warp * heads + head)) for warp in range(WARPS)]
+        top = functools.reduce(jnp.maximum, each)
+        return top, [jnp.exp2(one - top) for one in each]
+
+    def _read(self, at):
+        return as_float(self.lanes.load(self.ring, at, 1)[0])
+
+
+def _join(pair, side: Side):
+    """The number whose two parts are in neighbouring columns."""
+    high, low = pair
+    return (high * 256 + low).astype(jnp.float32) if side.coded else high + low

@@ -1,0 +1,105 @@
+"""The queries of a program, as what stands on the right of products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.hopper.lanes import THREADS
+from pallas_kernels.paged_attention.hopper.plan import HEADS
+from pallas_kernels.paged_attention.hopper.registers import (
+    as_bits,
+    as_float,
+    everywhere,
+    rotated,
+    rounded,
+)
+from pallas_kernels.paged_attention.operands import ROUND, TINY, TOP
+
+
+class Queries:
+    """Those of one row and KV head, in the basis of one pool.
+
+    Args:
+        refs: arrays of the pool by name.
+        group: query heads that share the KV head.
+        scale: what multiplies their products with keys.
+    """
+
+    def __init__(self, lanes, plan, refs, row, head, group: int, scale: float):
+        self.lanes, self.plan, self.refs = lanes, plan, refs
+        self.row, self.head, self.group, self.scale = row, head, group, scale
+        lane = lanes.thread() & 31
+        self.r, self.c = lane >> 2, lane & 3
+
+    def words(self, tile: int):
+        """Words of the queries for each plane and chunk; what logits are times and plus."""
+        lanes, k = self.lanes, self.plan.k
+        member = tile * HEADS + (self.r >> 1)
+        heads = self.refs["q"].shape[1]
+        row = self.row * heads + self.head * self.group + jnp.minimum(member, self.group - 1)
+        numbers = self._channels("q", row)
+        offset, scale = None, self.scale
+        if "mean" in self.refs:
+            mean = self._channels("mean", everywhere(self.head))
+            dot = functools.reduce(jnp.add, [a * b for a, b in zip(numbers, mean, strict=True)])
+            for distance in (1, 2):
+                dot += lanes.exchange(dot, distance)
+            offset = lanes.take(dot, 8 * self.c) * jnp.float32(self.scale)
+        if "balance" in self.refs:
+            balance = self._channels("balance", everywhere(self.head))
+            numbers = [a * b for a, b in zip(numbers, balance, strict=True)]
+        if self.plan.rotated:
+            numbers, scale = rotated(lanes, numbers, (1, 2)), scale * k.dim**-0.5
+        numbers = [jnp.where(member < self.group, x, 0) for x in numbers]
+        if k.coded:
+            words, largest = self._bytes(numbers)
+            # The sums of a thread are of head c, of whose queries thread 8c has the largest number.
+            factor = lanes.take(largest, 8 * self.c) * jnp.float32(scale / k.unit)
+        else:
+            words, factor = self._halves(numbers), jnp.full(THREADS, scale, jnp.float32)
+        step, many = k.chunk // 4, k.width // 16
+        chunks = [words[n : n + step] for n in range(0, len(words), step)]
+        planes = [chunks[n : n + many // step] for n in range(0, len(chunks), many // step)]
+        return planes, factor, offset
+
+    def _channels(self, name: str, row):
+        """A row's numbers of the thread's channels, in the order of its bytes of a key."""
+        ref, k = self.refs[name], self.plan.k
+        size = ref.dtype.itemsize
+        at = row * (k.dim * size) + self.c * (k.run * size)
+        words = min(4, k.run * size // 4)
+        found = []
+        for first in range(0, k.dim, 4 * k.run):
+            for start in range(0, k.run * size, 4 * words):
+                found += self.lanes.load(ref, at, words, first * size + start)
+        if size == 4:
+            return [as_float(word) for word in found]
+        return [as_float(x) for word in found for x in (word << 16, word & jnp.int32(-65536))]
+
+    def _bytes(self, numbers):
+        """Words of fixed-point numbers of the largest one of a head, upper or lower bytes."""
+        largest = functools.reduce(jnp.maximum, [jnp.abs(x) for x in numbers])
+        for distance in (1, 2):
+            largest = jnp.maximum(largest, self.lanes.exchange(largest, distance))
+        largest = jnp.maximum(largest, TINY)
+        inverse = TOP / largest
+        fixed = [as_bits(x * inverse + ROUND) for x in numbers]
+        # The upper byte of a number whose lower one is signed, or the lower one.
+        fixed = [jnp.where(self._low, x, (x + 128) >> 8) & 255 for x in fixed]
+        fours = zip(*(fixed[n::4] for n in range(4)), strict=True)
+        return [a | b << 8 | c << 16 | d << 24 for a, b, c, d in fours], largest
+
+    def _halves(self, numbers):
+        """Words of two bfloat16 each: of the numbers, or of what those leave over."""
+        halves = []
+        for x in numbers:
+            high = rounded(x)
+            halves.append(jnp.where(self._low, rounded(x - as_float(high)), high))
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        return [jax.lax.shift_right_logical(a, jnp.int32(16)) | b for a, b in pairs]
+
+    @property
+    def _low(self):
+        """Whether a column is the second one of its head."""
+        return (self.r & 1) == 1
