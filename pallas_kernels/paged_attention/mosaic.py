@@ -1,11 +1,11 @@
 """``paged_attention`` for Hopper GPUs: pages come by bulk copies, some steps before they are read.
 
-A program is one warpgroup and takes one row, one KV head and a share of one pool's pages; all pools
-are in one launch. A step is ``4 * span`` slots in whole pages, ``span`` for each warp, which keeps
-its own top logit and sums until the end, so that no warp waits for another but for copies. As in
-the Triton kernel, pages stand on the left of products of bytes, and what stands on the right is two
-numbers in neighbouring columns, of which the sum is finer than either: the two bytes of a 16-bit
-number, or a bfloat16 and what it left over. ``hopper`` has the parts.
+A program is one warpgroup and takes one row, one KV head and a share of every pool's pages, one
+pool after the other. A step is ``4 * span`` slots in whole pages, ``span`` for each warp, which
+keeps its own top logit and sums until the end, so that no warp waits for another but for copies. As
+in the Triton kernel, pages stand on the left of products of bytes, and what stands on the right is
+two numbers in neighbouring columns, of which the sum is finer than either: the two bytes of a
+16-bit number, or a bfloat16 and what it left over. ``hopper`` has the parts.
 
 Nothing is moved to put fragments together, for the order of what a product sums over is free: a
 thread takes consecutive bytes of a key's row, and likewise of a value's, and slots stand in such an
@@ -26,7 +26,6 @@ from pallas_kernels.layout import KVPages
 from pallas_kernels.paged_attention.hopper.lanes import Lanes
 from pallas_kernels.paged_attention.hopper.plan import (
     HEADS,
-    START,
     WARPS,
     Launch,
     plan_of,
@@ -99,7 +98,9 @@ def _shares(
     (rows, heads, dim), kv_heads = queries[0].shape, tables[0].shape[1]
     group = heads // kv_heads
     plans, arrays = [], []
-    for q, pages, table in zip(queries, pools, tables, strict=True):
+    # Rotated ones first, so that nothing is turned but what they leave.
+    order = sorted(zip(queries, pools, tables, strict=True), key=lambda pool: not pool[1].rotated)
+    for q, pages, table in order:
         plan = plan_of(pages, table, dim, launch)
         if window is None:
             kept = tuple(x for x in plan.arrays if x[0] != "pos")
@@ -113,14 +114,16 @@ def _shares(
             for name, _ in plan.arrays
         }  # fmt: skip
         arrays.append({name: array for name, array in given.items() if array is not None})
-    count = sum(plan.count for plan in plans)
+    count = max(plan.count for plan in plans)
     shapes = {"out": (count, group, dim), "top": (count, group), "total": (count, group)}
     out = {
         name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
         for name, shape in shapes.items()
     }
     merged = 4 * WARPS * -(-group // HEADS) * HEADS * (dim + 2)
-    ring = max(START + merged, *(plan.ring for plan in plans))
+    arrivals = [count for plan in plans for count in plan.arrivals]
+    start = -(-8 * len(arrivals) // 128) * 128
+    ring = start + max(merged, *(plan.ring for plan in plans))
     inputs, kind = jax.tree.flatten(arrays)
     outputs, out_kind = jax.tree.flatten(out)
 
@@ -128,17 +131,18 @@ def _shares(
         *refs, ring = refs
         taken = jax.tree.unflatten(kind, refs[: len(inputs)])
         stored = jax.tree.unflatten(out_kind, refs[len(inputs) :])
-        start = 0
+        lanes, programs, barriers = Lanes(interpret), [], 0
+        lanes.barriers(ring, arrivals)
         for plan, mine in zip(plans, taken, strict=True):
-            part = place[2] - start
-            program = Program(
-                Lanes(interpret), plan, mine, stored, ring, place, part, scale, window, soft_cap
-            )  # fmt: skip
-            if len(plans) == 1:
-                program.run()
-            else:
-                pl.when((part >= 0) & (part < plan.count))(program.run)
-            start += plan.count
+            where = barriers, start, place
+            programs.append(
+                Program(lanes, plan, mine, stored, ring, *where, scale, window, soft_cap)
+            )
+            barriers += 8 * len(plan.arrivals)
+        tiles = None
+        for program in programs:
+            tiles = program.attend(tiles)
+        programs[-1].store(tiles)
 
     grid = rows, kv_heads, count
     found = (_interpreted if interpret else _launched)(kernel, grid, outputs, ring)(*inputs)

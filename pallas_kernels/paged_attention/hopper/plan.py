@@ -12,8 +12,7 @@ from pallas_kernels.paged_attention.operands import INTEGERS, TOP
 
 WARPS = 4
 HEADS = 4  # of a product's eight columns, two for each
-START = 256  # where the first stage begins, after the barriers
-MOST = 227 * 1024  # bytes of shared memory that a program may have
+MOST = 225 * 1024  # bytes of shared memory that stages may have; barriers take some more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +136,18 @@ class Plan:
     @property
     def stages(self) -> int:
         """Steps whose pages are there or on their way."""
-        return min(self.most, self.share, max(2, (MOST - START) // self.stage))
+        return min(self.most, self.share, max(2, MOST // self.stage))
+
+    @property
+    def arrivals(self) -> list[int]:
+        """Warps that arrive at each barrier: those of full stages, then those of free ones."""
+        each = WARPS if self.alone else 1
+        return [WARPS // each] * (2 * self.stages * each)
 
     @property
     def ring(self) -> int:
         """Bytes of shared memory for all stages."""
-        return START + self.stages * self.stage
+        return self.stages * self.stage
 
     def at(self, name: str) -> int:
         """Where an array begins in a stage."""

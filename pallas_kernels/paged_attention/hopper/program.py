@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layout import SCRATCH_PAGE
 from pallas_kernels.paged_attention.hopper.lanes import THREADS, Copy
-from pallas_kernels.paged_attention.hopper.plan import HEADS, START, WARPS, Side
+from pallas_kernels.paged_attention.hopper.plan import HEADS, WARPS, Side
 from pallas_kernels.paged_attention.hopper.query import Queries
 from pallas_kernels.paged_attention.hopper.registers import (
     as_bits,
@@ -27,14 +27,17 @@ class Program:
         refs: arrays of the pool by name.
         outs: arrays of the results, for all programs.
         ring: the shared memory.
-        place: the program's row, head and number.
-        part: the share that it takes.
+        barriers: where the pool's barriers are in it.
+        start: where stages begin.
+        place: the program's row, head and share.
     """
 
-    def __init__(self, lanes, plan, refs, outs, ring, place, part, scale, window, soft_cap):
+    def __init__(
+        self, lanes, plan, refs, outs, ring, barriers, start, place, scale, window, soft_cap
+    ):
         self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
-        self.place, self.part = place, part
-        self.row, self.head, _ = place
+        self.barriers, self.start, self.place = barriers, start, place
+        self.row, self.head, part = place
         self.scale, self.window, self.soft_cap = scale * LOG2E, window, soft_cap
         self.group = outs["top"].shape[3]
         self.thread = lanes.thread()
@@ -43,24 +46,33 @@ class Program:
         self.tiles = -(-self.group // HEADS)
         # Where the slots of rows r of a first product are, among the warp's.
         self.slot = plan.span // 4 * (self.r >> 1) + (self.r & 1)
-
-    def run(self) -> None:
-        lanes, plan = self.lanes, self.plan
-        each = WARPS if plan.alone else 1
-        queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
-        stages = plan.stages
-        lanes.barriers(self.ring, [WARPS // each] * (2 * stages * each))
         steps = pl.cdiv(self._used() * plan.page, WARPS * plan.span)
         share = pl.cdiv(steps, plan.count)
-        first = self.part * share
-        last = jnp.minimum(first + share, steps)
+        self.first = part * share
+        self.last = jnp.minimum(self.first + share, steps)
         # A stage is filled again a step after it was read, so that no warp waits for another.
-        ahead = stages - 1 if stages < plan.share else stages
-        for number in range(ahead):
-            self._fetch(number, first + number, last, self._page(first + number))
+        ahead = plan.stages - 1 if plan.stages < plan.share else plan.stages
+        self.pages = [self._page(self.first + number) for number in range(ahead)]
+
+    def attend(self, tiles):
+        """Add what the pool's slots say to the tops, masses and sums of each tile of heads.
+
+        Args:
+            tiles: what another pool's program left, or None.
+        """
+        lanes, plan, first, last = self.lanes, self.plan, self.first, self.last
+        if tiles is not None:
+            lanes.sync()  # the stages are free
+        for number, page in enumerate(self.pages):
+            self._fetch(number, first + number, last, page)
+        queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
         query = [queries.words(tile) for tile in range(self.tiles)]
-        zero = jnp.zeros(THREADS, jnp.float32)
-        tile = (zero + LOWEST, zero, (zero,) * (plan.v.dim // 8))
+        if tiles is None:
+            zero = jnp.zeros(THREADS, jnp.float32)
+            tiles = ((zero + LOWEST, zero, (zero,) * (plan.v.dim // 8)),) * self.tiles
+        elif plan.rotated:
+            tiles = self._rotated(tiles)
+        ahead = len(self.pages)
         page = self._page(first + ahead) if ahead < plan.share else None
 
         def step(i, carry):
@@ -70,20 +82,29 @@ class Program:
                 page = self._page(i + ahead + 1)
             slot, phase, full, free = self._slot(i - first)
             lanes.wait(self.ring, full, phase)
-            tiles = self._step(START + slot * plan.stage, query, tiles)
+            tiles = self._step(self.start + slot * plan.stage, query, tiles)
             lanes.release(self.ring, free)
             return page, tiles
 
-        carry = jax.tree.map(lanes.register, (page, (tile,) * self.tiles))
+        carry = jax.tree.map(lanes.register, (page, tiles))
         _, tiles = jax.lax.fori_loop(first, last, step, carry)
-        self._merge(tiles)
+        return self._rotated(tiles) if plan.rotated else tiles
+
+    def _rotated(self, tiles):
+        """Sums turned into the pool's basis, or out of it, which is the same."""
+        norm = jnp.float32(self.plan.v.dim**-0.5)
+
+        def turn(sums):
+            return tuple(x * norm for x in rotated(self.lanes, list(sums), (4, 8, 16)))
+
+        return tuple((top, total, turn(sums)) for top, total, sums in tiles)
 
     def _slot(self, number):
         """Of a step: its stage, how often that was used, and the barriers of the warp."""
         slot = jax.lax.rem(number, self.plan.stages)
         phase = jax.lax.div(number, self.plan.stages) & 1
         each = WARPS if self.plan.alone else 1
-        barrier = 8 * (slot * each + (self.warp if self.plan.alone else 0))
+        barrier = self.barriers + 8 * (slot * each + (self.warp if self.plan.alone else 0))
         return (
             slot,
             everywhere(phase),
@@ -121,7 +142,7 @@ class Program:
         """Fetch a step, the program's ``number``-th, if it has so many."""
         plan = self.plan
         slot, phase, full, free = self._slot(number)
-        start = START + slot * plan.stage
+        start = self.start + slot * plan.stage
         copies = []
         for name, nbytes in plan.arrays:
             part = plan.pages * nbytes // WARPS
@@ -271,18 +292,16 @@ class Program:
             for on, slot in zip(live, slots, strict=True)
         ]
 
-    def _merge(self, tiles) -> None:
+    def store(self, tiles) -> None:
         """Put the four warps' sums together, and store them."""
         lanes, ring, dim = self.lanes, self.ring, self.plan.v.dim
         heads = self.tiles * HEADS
         always = self.thread >= 0
-        tops = START
+        tops = self.start
         totals = tops + 4 * WARPS * heads
         outs = totals + 4 * WARPS * heads
         lanes.sync()
         for tile, (top, total, sums) in enumerate(tiles):
-            if self.plan.rotated:
-                sums = [x * jnp.float32(dim**-0.5) for x in rotated(lanes, sums, (4, 8, 16))]
             for distance in (4, 8, 16):
                 total = total + lanes.exchange(total, distance)
             head = self.warp * heads + tile * HEADS + self.c
