@@ -1,8 +1,8 @@
 """Decoding and training on several GPUs against one, with random weights.
 
-    python -m kvjax.eval.bench_scale tp --out eval/results/scale_tp_h200.json
-    python -m kvjax.eval.bench_scale dp --out eval/results/scale_dp_h200.json
-    python -m kvjax.eval.bench_scale train --out eval/results/scale_train_h200.json
+    python -m kvjax.eval.bench_scale --out eval/results/scale_tp_h200.json tp
+    python -m kvjax.eval.bench_scale --out eval/results/scale_dp_h200.json dp
+    python -m kvjax.eval.bench_scale --out eval/results/scale_train_h200.json train
 
 ``tp``: milliseconds a decode step of Llama 3.1 8B's shape on one GPU and on ``--devices`` that
 share it, at batch sizes up to the largest that fits. ``dp``: tokens a second with rows on one GPU,
@@ -186,14 +186,14 @@ def _line(result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
     parts = parser.add_subparsers(dest="part", required=True)
     for name in ("tp", "dp", "train"):
         part = parts.add_parser(name)
         part.add_argument("--devices", type=int, default=2)
         part.add_argument("--repeats", type=int, default=5)
         part.add_argument("--layers", type=int, help="fewer than the model has")
-        part.add_argument("--commit", help="of the code, where this runs outside a checkout")
-        part.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
         if name == "train":
             part.add_argument("--rows", type=int, default=8, help="of each device")
             part.add_argument("--seq-len", type=int, default=1024)

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Checks and times everything that needs a GPU: eval/gpu.sh OUT [PART...]
+# Figures go to OUT as JSON, what is said to OUT/PART.log. PYTHON has kvjax and its [cuda] extra;
+# COMMIT names the code where this is no checkout. All parts together take about an hour. A part that fails or takes too long does not stop the next one.
+set -uo pipefail
+PYTHON=${PYTHON:-python3}
+OUT=$1
+shift
+PARTS=${*:-tests sanitizer kernels decode thinkv tam scale}
+mkdir -p "$OUT"
+failed=0
+
+run() { # NAME SECONDS COMMAND...: says how it went
+    local name=$1 limit=$2 started=$SECONDS
+    shift 2
+    timeout "$limit" "$@" >>"$OUT/$name.log" 2>&1
+    local code=$?
+    echo "$name: exit code $code after $((SECONDS - started)) s: ${*: -6}"
+    [ $code -eq 0 ] || failed=1
+}
+
+bench() { # NAME SECONDS MODULE ARGUMENTS...
+    local name=$1 limit=$2 module=$3
+    shift 3
+    run "$name" "$limit" "$PYTHON" -m "kvjax.eval.$module" ${COMMIT:+--commit "$COMMIT"} "$@"
+}
+
+for part in $PARTS; do
+    case $part in
+    tests) run tests 1500 "$PYTHON" -m pytest -q -m gpu tests/gpu ;;
+    sanitizer)
+        XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \
+            run sanitizer 600 compute-sanitizer --tool memcheck --error-exitcode 9 \
+            "$PYTHON" -m pytest -q -m gpu tests/gpu -k sanitizer
+        ;;
+    kernels) bench kernels 600 bench_kernels --warps 2 8 --repeats 7 --out "$OUT/kernels.json" ;;
+    launches) run launches 300 "$PYTHON" -m tests.gpu.trial --groups first launches ;;
+    decode) # each in a process of its own, so that its peak of memory is its own
+        for method in full uniform rkv rkv-gathered thinkv; do
+            bench decode 900 bench_decode --context 32768 --budget 1024 --methods "$method" \
+                --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
+        done
+        ;;
+    thinkv) bench thinkv 600 bench_thinkv --out "$OUT/thinkv_overhead.json" overhead --segments 2 ;;
+    tam) bench tam 600 bench_tam --out "$OUT/tam_time.json" time ;;
+    scale) # two GPUs
+        for method in full thinkv; do
+            bench scale 600 bench_scale --out "$OUT/scale_tp_$method.json" tp --methods "$method"
+        done
+        bench scale 600 bench_scale --out "$OUT/scale_dp.json" dp
+        bench scale 600 bench_scale --out "$OUT/scale_train.json" train
+        ;;
+    *)
+        echo "no part $part: tests sanitizer kernels launches decode thinkv tam scale" >&2
+        exit 2
+        ;;
+    esac
+done
+exit $failed
