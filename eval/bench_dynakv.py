@@ -1,4 +1,4 @@
-"""Perplexity against the measured rate, for adapters of every kind.
+"""Perplexity against the measured rate, for adapters of every kind and for MatryoshkaKV.
 
     python -m kvjax.eval.bench_dynakv --text wiki.test.raw moby.txt --plot docs/dynakv.png \\
         --arm dynakv=runs/a,runs/b pca=runs/c --out eval/results/dynakv.json
@@ -7,14 +7,17 @@ Each text is read in windows of ``--window`` tokens, one behind the other, of wh
 first token are scored, with keys and values as a cache would give them back: the hard mask, ranks
 of ``exact`` as they are, those of ``blocks`` rounded up to the blocks that a cache stores. Rates
 are those of the windows, keys and values apart. A perplexity's interval is that of the windows'
-means.
+means. An adapter is one point; a folder of ``python -m kvjax.train.matryoshka`` is one for each of
+its target rates.
 """
 
 import argparse
 import dataclasses
+import functools
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +31,19 @@ from kvjax.dynakv.spectrum import Spectra, key_width
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import small_model
 from kvjax.eval.windows import windows
-from kvjax.train.dynakv.loss import Trained, compressed_sums, plain_cross_entropy
+from kvjax.train.dynakv.loss import (
+    Trained,
+    compressed_sums,
+    cross_entropy,
+    plain_cross_entropy,
+)
+from kvjax.train.matryoshka.files import RECORD, load_matryoshka
+from kvjax.train.matryoshka.projections import Projections, truncated_states
 
 BLOCKS = 8
+
+Score = Callable[[Int[Array | np.ndarray, "1 T"]], tuple[Array, Array]]
+"""From a window to its mean nats and the rates of keys and values."""
 
 
 def rounded(spectra: Spectra, multiple: int) -> Spectra:
@@ -43,15 +56,54 @@ def rounded(spectra: Spectra, multiple: int) -> Spectra:
     return copy
 
 
-def measured(
-    lm: kvjax.LanguageModel, spectra: Spectra | None, rows: Int[np.ndarray, "N T"]
-) -> dict[str, float | list[float]]:
-    """Perplexity and rates over some windows; without spectra, of the model as it is."""
-    if spectra is None:
-        found = [_plain(lm.model, row[None]) for row in rows]
-    else:
-        bases = jax.jit(lambda spectra: spectra.bases())(spectra)
-        found = [_compressed(lm.model, spectra, bases, row[None]) for row in rows]
+def plain_score(lm: kvjax.LanguageModel) -> Score:
+    """The model as it is."""
+    return functools.partial(_plain, lm.model)
+
+
+def spectral_score(lm: kvjax.LanguageModel, spectra: Spectra) -> Score:
+    """With the spectra of an adapter."""
+    bases = jax.jit(lambda spectra: spectra.bases())(spectra)
+    return functools.partial(_compressed, lm.model, spectra, bases)
+
+
+def truncated_score(
+    lm: kvjax.LanguageModel, projections: Projections, ranks: Int[np.ndarray, "L 2 H"]
+) -> Score:
+    """With MatryoshkaKV's projections."""
+    return functools.partial(_truncated, lm.model, projections, ranks)
+
+
+def points_of(
+    lm: kvjax.LanguageModel, folder: pathlib.Path
+) -> Iterator[tuple[dict[str, Any], dict[str, Score]]]:
+    """What a folder holds: facts, and how the model reads with ranks of each kind.
+
+    Raises:
+        UsageError: it cannot be read, or belongs to another model.
+    """
+    if (folder / RECORD).exists():
+        found = load_matryoshka(folder, lm, flag="--arm")
+        step = lm.config.head_dim // BLOCKS
+        for point in found.points:
+            facts = {"tokens": found.training["tokens"], "target_rate": point.target_rate}
+            kinds = {"exact": point.ranks, "blocks": -(-point.ranks // step) * step}
+            yield (
+                facts,
+                {kind: truncated_score(lm, found.projections, own) for kind, own in kinds.items()},
+            )
+        return
+    adapter = load_adapter(folder, lm, flag="--arm")
+    spectra = adapter.spectra
+    facts = {"tokens": adapter.training["tokens"], "gate": spectra.settings.gate}
+    facts |= {"alpha": adapter.training["alpha"]}
+    blocks = rounded(spectra, key_width(lm.config) // BLOCKS)
+    yield facts, {"exact": spectral_score(lm, spectra), "blocks": spectral_score(lm, blocks)}
+
+
+def measured(score: Score, rows: Int[np.ndarray, "N T"]) -> dict[str, float | list[float]]:
+    """Perplexity and rates over some windows."""
+    found = [score(row[None]) for row in rows]
     nats, rates = (np.array(x, np.float64) for x in zip(*jax.device_get(found), strict=True))
     mean, error = nats.mean(), nats.std(ddof=1) / math.sqrt(len(nats)) if len(nats) > 1 else 0.0
     keys, values = rates.mean(0).tolist()
@@ -77,6 +129,13 @@ def _compressed(model, spectra, bases, tokens: Int[Array, "1 T"]) -> tuple[Array
     own = Trained(model, spectra)
     sums = compressed_sums(own, bases, tokens, valid, mode="hard", remat=False)
     return sums.cross_entropy(), sums.hard.mean(0) / sums.tokens
+
+
+@jax.jit
+def _truncated(model, projections, ranks, tokens: Int[Array, "1 T"]) -> tuple[Array, Array]:
+    hidden = truncated_states(model, projections, ranks, tokens)
+    nats, predicted = cross_entropy(model, hidden, tokens, jnp.ones(tokens.shape, bool))
+    return nats / predicted, ranks.mean((0, 2)) / model.config.head_dim
 
 
 def arms(given: list[str]) -> Iterator[tuple[str, pathlib.Path]]:
@@ -121,7 +180,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=pathlib.Path, help="default: SmolLM2")
-    parser.add_argument("--arm", nargs="+", default=[], help="NAME=FOLDER,FOLDER of adapters")
+    parser.add_argument(
+        "--arm", nargs="+", default=[], help="NAME=FOLDER,FOLDER of what was trained"
+    )
     parser.add_argument("--text", type=pathlib.Path, nargs="+", required=True)
     parser.add_argument("--tokens", type=int, default=65536, help="of each text, at most")
     parser.add_argument("--window", type=int, default=2048)
@@ -140,20 +201,18 @@ def main(argv: list[str] | None = None) -> None:
         if len(ids) < args.window:
             parser.error(f"--text {path} has {len(ids)} tokens, below --window {args.window}")
         texts[path.name] = windows(ids, args.window, args.window)
-    block = key_width(lm.config) // BLOCKS
-    full = {name: measured(lm, None, rows) for name, rows in texts.items()}
+    full = {name: measured(plain_score(lm), rows) for name, rows in texts.items()}
     for name, found in full.items():
         print(f"full {name}: {found['perplexity']:.3f} over {texts[name].size:,} tokens")
     record = {"run": run_record(args.commit), "model": pathlib.Path(lm.source).name}
     record |= {"window": args.window, "blocks": BLOCKS, "full": full, "results": []}
-    for arm, folder in folders:
-        adapter = load_adapter(folder, lm, flag="--arm")
-        spectra = adapter.spectra
-        result = {"arm": arm, "tokens": adapter.training["tokens"], "exact": {}, "blocks": {}}
-        result |= {"gate": spectra.settings.gate, "alpha": adapter.training["alpha"]}
+    for arm, facts, kinds in (
+        (arm, *point) for arm, folder in folders for point in points_of(lm, folder)
+    ):
+        result = {"arm": arm} | facts | {kind: {} for kind in kinds}
         for name, rows in texts.items():
-            for kind, own in (("exact", spectra), ("blocks", rounded(spectra, block))):
-                found = result[kind][name] = measured(lm, own, rows)
+            for kind, score in kinds.items():
+                found = result[kind][name] = measured(score, rows)
                 beside = found["perplexity"] / full[name]["perplexity"]
                 print(
                     f"{arm} {name} {kind}: rate {found['rate']:.3f} (keys {found['rate_keys']:.3f},"

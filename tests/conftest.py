@@ -30,6 +30,9 @@ CHECKED = (
     "kvjax.thoughts.sparsity",
     "kvjax.train.dynakv.loss",
     "kvjax.train.dynakv.state",
+    "kvjax.train.matryoshka.projections",
+    "kvjax.train.matryoshka.search",
+    "kvjax.train.matryoshka.update",
     "pallas_kernels",
 )
 

@@ -171,17 +171,17 @@ class TrainDynaKVConfig:
 
 
 @contextlib.contextmanager
-def in_flags() -> Iterator[None]:
-    """Has errors name settings by their flags."""
+def in_flags(table: type = TrainDynaKVConfig) -> Iterator[None]:
+    """Has errors name a table's settings by their flags."""
     try:
         yield
     except KvjaxError as error:
-        raise type(error)(as_flags(str(error))) from error
+        raise type(error)(as_flags(str(error), table)) from error
 
 
-def as_flags(message: str) -> str:
-    """The message with every setting's name as its flag."""
-    names = [field.name for field in dataclasses.fields(TrainDynaKVConfig)]
+def as_flags(message: str, table: type = TrainDynaKVConfig) -> str:
+    """The message with the name of every setting of a table as its flag."""
+    names = [field.name for field in dataclasses.fields(table)]
     plain = "|".join(name for name in names if "_" in name)
     message = re.sub(rf"(?<![-\w])({plain})\b", _flag, message)
     return re.sub(rf"^({'|'.join(names)})\b(?! (makes|holds))", _flag, message)

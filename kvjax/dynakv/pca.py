@@ -33,17 +33,36 @@ def spectra_of(
         NumericalError: the model's keys or values are not finite.
     """
     settings.check_width(key_width(model.config), model.config.num_layers)
+    count, layers = moments(model, batches, keys=settings.keys)
+    fitted = [_layer(count, *sums, settings, n) for n, sums in enumerate(layers)]
+    return Spectra(fitted, settings)
+
+
+def moments(
+    model: Decoder,
+    batches: Iterable[tuple[Int[Array | np.ndarray, "B T"], Bool[Array | np.ndarray, "B T"]]],
+    *,
+    keys: KeyStage,
+) -> tuple[int, list[tuple[Float[np.ndarray, "2 d"], Float[np.ndarray, "2 d d"]]]]:
+    """How many tokens, and each layer's sums and sums of products of keys (0) and values (1).
+
+    Args:
+        model: the decoder.
+        batches: its tokens, and which of them are no padding.
+        keys: the stage at which keys are taken.
+
+    Raises:
+        UsageError: there are no tokens.
+    """
     graph, state = nnx.split(model)
     total = None
     for tokens, valid in batches:
-        found = jax.device_get(_moments(graph, state, tokens, valid, keys=settings.keys))
+        found = jax.device_get(_moments(graph, state, tokens, valid, keys=keys))
         found = jax.tree.map(lambda leaf: leaf.astype(np.float64), found)
         total = found if total is None else jax.tree.map(np.add, total, found)
     if total is None or not total[0]:
         raise UsageError("no tokens to find a basis from")
-    count, layers = total
-    fitted = [_layer(int(count), *sums, settings, n) for n, sums in enumerate(layers)]
-    return Spectra(fitted, settings)
+    return int(total[0]), total[1]
 
 
 def principal_basis(
@@ -74,7 +93,7 @@ def _layer(count: int, sums, products, settings: SpectralSettings, layer: int) -
 
 @jax.jit(static_argnums=0, static_argnames="keys")
 def _moments(graph, state, tokens, valid, *, keys: KeyStage):
-    """Tokens, and each layer's sums and sums of products of keys (0) and values (1)."""
+    """`moments` of one batch."""
     model = nnx.merge(graph, state)
     config = model.config
 
@@ -83,9 +102,10 @@ def _moments(graph, state, tokens, valid, *, keys: KeyStage):
         flat = jnp.stack([x.reshape(-1, key_width(config)).astype(jnp.float32) for x in (k, v)])
         flat = jnp.where(valid.reshape(1, -1, 1), flat, 0.0)
         highest = jax.lax.Precision.HIGHEST
-        moments = (flat.sum(1), jnp.einsum("pnd,pne->pde", flat, flat, precision=highest))
-        k = rotate(module.norm_keys(k) if keys == "raw" else k, *angles)
-        return plain_attention(config, index, q, k, v, sinks), moments
+        sums = (flat.sum(1), jnp.einsum("pnd,pne->pde", flat, flat, precision=highest))
+        k = module.norm_keys(k) if keys == "raw" else k
+        k = k if keys == "rotated" else rotate(k, *angles)
+        return plain_attention(config, index, q, k, v, sinks), sums
 
-    _, moments = read(model, tokens, attend, (None,) * config.num_layers, keys=keys)
-    return valid.sum(dtype=jnp.int32), moments
+    _, sums = read(model, tokens, attend, (None,) * config.num_layers, keys=keys)
+    return valid.sum(dtype=jnp.int32), sums

@@ -63,9 +63,7 @@ class Spectrum(nnx.Module):
         """U and what rebuilds, for all tokens of a step."""
         u = self.u[...]
         if self.turn is not None:
-            half = (self.turn[...] - self.turn[...].T) / 2
-            one = jnp.eye(len(half))
-            u = jnp.matmul(u, jnp.linalg.solve(one - half, one + half), precision=_HIGHEST)
+            u = turned(u, self.turn[...])
             return u, u.T
         return u, jnp.linalg.inv(u) if self.u_inverse is None else self.u_inverse[...]
 
@@ -102,6 +100,13 @@ class Spectrum(nnx.Module):
         """Keys or values out of their components."""
         x = jnp.matmul(latent, basis[1], precision=_HIGHEST)
         return x if self.mean is None else x + self.mean[...][None, None]
+
+
+def turned(u: Float[Array, "*N d d"], turn: Float[Array, "*N d d"]) -> Float[Array, "*N d d"]:
+    """U times the Cayley transform of ``turn - turn.T``: as orthogonal as U, and U itself at 0."""
+    half = (turn - turn.mT) / 2
+    one = jnp.broadcast_to(jnp.eye(turn.shape[-1]), turn.shape)
+    return jnp.matmul(u, jnp.linalg.solve(one - half, one + half), precision=_HIGHEST)
 
 
 class LayerSpectra(nnx.Module):

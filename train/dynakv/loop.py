@@ -94,14 +94,14 @@ def train(
         "spectral": dataclasses.asdict(spectral),
         "training": dataclasses.asdict(settings),
     }
-    _claim(folder, identity, resume)
+    claim(folder, identity, resume)
     control = AlphaControl(settings.alpha, settings.target_rate, settings.steps)
     if start is None:
         if settings.share_ranks == "fisher":
             yield Event("phase", phase="sharing out ranks")
-            spectral = fisher_ranks(lm.model, _calibration(training, settings), spectral)
+            spectral = fisher_ranks(lm.model, calibration(training, settings), spectral)
         yield Event("phase", phase="finding the first bases")
-        start = spectra_of(lm.model, _calibration(training, settings), spectral)
+        start = spectra_of(lm.model, calibration(training, settings), spectral)
     trainer, state = Trainer.start(lm.model, start, settings, control.start(), devices)
     with Checkpoints(folder / CHECKPOINTS) as checkpoints:
         first = checkpoints.last or 0
@@ -248,13 +248,14 @@ class _Loop:
         yield Event("save", step=step)
 
 
-def _calibration(rows: Rows, settings: TrainSettings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def calibration(rows: Rows, settings: TrainSettings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of tokens that first bases are fitted to, and which of them are no padding."""
     count = min(len(rows), -(-settings.calibration_tokens // settings.seq_len))
     for part in in_batches(rows.take(slice(count)), min(count, settings.batch_size)):
         yield part.tokens, part.valid
 
 
-def _claim(folder: pathlib.Path, identity: dict[str, Any], resume: bool) -> None:
+def claim(folder: pathlib.Path, identity: dict[str, Any], resume: bool) -> None:
     """See that the folder is this run's, or nobody's.
 
     Raises:

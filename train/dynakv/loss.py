@@ -1,11 +1,12 @@
 """The loss: cross-entropy and the squared rate (equation 9)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.dynakv.forward import Mode, Rates, compressed_states, plain_states
 from kvjax.dynakv.spectrum import Basis, Spectra
@@ -115,30 +116,35 @@ def cross_entropy(
     tokens: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Nats of every valid token but a row's first, and their number.
+    """Nats of every valid token but a row's first, and their number."""
 
-    Logits are made for a few tokens of every row at a time, and again in the backward pass.
-    """
-    chunk = min(_CHUNK, tokens.shape[1] - 1)
-    short = -(tokens.shape[1] - 1) % chunk
-
-    def chunks(x):
-        padded = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
-        split = padded.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-        return jnp.moveaxis(split, 1, 0)
-
-    @jax.checkpoint
     def nats(hidden, target, counts):
         scores = model.logits(hidden)
         own = jnp.take_along_axis(scores, target[..., None], -1)[..., 0]
         return jnp.where(counts, jax.nn.logsumexp(scores, axis=-1) - own, 0.0).sum()
 
-    def body(total, part):
-        return total + nats(*part), None
-
-    parts = (chunks(hidden[:, :-1]), chunks(tokens[:, 1:]), chunks(valid[:, 1:]))
-    total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
+    total = in_chunks(nats, hidden[:, :-1], tokens[:, 1:], valid[:, 1:])
     return total, valid[:, 1:].sum(dtype=jnp.float32)
+
+
+def in_chunks(
+    each: Callable[..., Float[Array, "*S"]], *arrays: Shaped[Array, "B T ..."]
+) -> Float[Array, "*S"]:
+    """The sum of what ``each`` makes of a few tokens of every row at a time.
+
+    Whatever it needs for that, such as logits, is made again in the backward pass. Rows are filled
+    up with zeros.
+    """
+    length = arrays[0].shape[1]
+    chunk = min(_CHUNK, length)
+
+    def chunks(x):
+        padded = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
+        split = padded.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(split, 1, 0)
+
+    parts = tuple(map(chunks, arrays))
+    return jax.lax.map(lambda part: jax.checkpoint(each)(*part), parts).sum(0)
 
 
 def _sums(
