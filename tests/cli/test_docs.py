@@ -16,6 +16,8 @@ from kvjax.eval.perplexity import PerplexityConfig, perplexity_parser
 from kvjax.eval.reasoning import ReasoningConfig, reasoning_parser
 from kvjax.eval.report import ReportConfig, report_parser
 from kvjax.eval.retrieval import RetrievalConfig, retrieval_parser
+from kvjax.train.matryoshka.__main__ import parse as parse_matryoshka
+from kvjax.train.matryoshka.__main__ import settings_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +98,11 @@ def test_commands_in_the_docs_parse(command):
     table, parser = PARSED[module]
     config, _ = parse(table, parser(), argv)
     assert isinstance(config, table)
+
+
+@pytest.mark.parametrize("command", commands("kvjax.train.matryoshka"))
+def test_commands_of_a_baseline_parse(command):
+    assert settings_of(parse_matryoshka(shlex.split(command)[3:])).target_rates
 
 
 def test_there_are_commands_to_check():

@@ -64,7 +64,7 @@ def save_matryoshka(found: Matryoshka, folder: pathlib.Path) -> None:
     Raises:
         UsageError: they cannot be written.
     """
-    tensors = {name: np.asarray(x) for name, x in found.projections._asdict().items()}
+    tensors = {name: np.ascontiguousarray(x) for name, x in found.projections._asdict().items()}
     content = safetensors.numpy.save(tensors, metadata={"format": "kvjax.matryoshka"})
     record = {
         "format": FORMAT,

@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 def begin(start: Projections, settings: TrainSettings) -> State:
     """The state before the first update."""
-    parameters = Parameters(jnp.zeros_like(start.u), start.mean)
+    parameters = Parameters(jnp.zeros_like(start.u), jnp.copy(start.mean))  # updates donate them
     return State(parameters, _optimiser(settings).init(parameters))
 
 
