@@ -80,8 +80,9 @@ def train(
         "dtype": str(lm.dtype),
         "data": rows.digest(),
         "devices": len(devices),
-        "matryoshka": json.loads(json.dumps(dataclasses.asdict(settings))),
+        "matryoshka": dataclasses.asdict(settings),
     }
+    del identity["matryoshka"]["target_rates"]  # others can be found without training again
     claim(folder, identity, resume)
     progress.phase("finding principal components")
     start = principal_projections(lm.model, calibration(learned, training))
@@ -97,7 +98,7 @@ def train(
         progress.phase("evaluating")
         points.append(Point(rate, own, run.measured(projections, own, held)))
     tokens = training.steps * training.rows_a_step * training.seq_len
-    facts = {"data": identity["data"], "tokens": tokens} | identity["matryoshka"]
+    facts = {"data": identity["data"], "tokens": tokens, **dataclasses.asdict(settings)}
     found = Matryoshka(projections, tuple(points), lm.fingerprint, name or lm.source, facts)
     save_matryoshka(found, folder)
     return found
@@ -199,7 +200,7 @@ class _Run:
                 path = longer
                 _write_path(self._folder / PATH, path)
                 self._progress.update(f"search · drop {len(path):,}/{max(lengths):,}")
-                if self._should_stop() and len(path) < max(lengths):
+                if len(path) < max(lengths) and self._should_stop():
                     return None
         step = dim // LEVELS
         levels = [levels_after(path[:length], candidates) for length in lengths]
@@ -207,8 +208,9 @@ class _Run:
 
     def _search_rows(self, rows: Rows) -> tuple[jax.Array, ...]:
         """The final states of the model as it is, [M, B, T, E], and the rows that they are of."""
-        size = self._training.batch_size
-        parts = list(in_batches(rows.take(slice(self._settings.search_rows)), size))
+        count, devices = self._settings.search_rows, self._mesh.size
+        size = min(self._training.batch_size, -(-count // devices) * devices)
+        parts = list(in_batches(rows.take(slice(count)), size))
         batches = Rows(*(np.stack([getattr(p, x) for p in parts]) for x in ("tokens", "valid")))
         tokens, valid = self._spread(batches, None, "data")
         return _plain(self._model, tokens), tokens, valid

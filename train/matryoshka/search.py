@@ -30,11 +30,11 @@ def sweeps(
         cost: of each candidate, what the model loses if it alone goes a level down from here.
         candidates: how many there are.
         path: drops so far.
-        length: drops wanted.
-        drops: in one sweep, at most.
+        length: drops wanted; the last sweep, which is made whole, may exceed it.
+        drops: in one sweep.
 
     Yields:
-        All drops so far, after each sweep: any shorter path is a prefix of it.
+        All drops so far, after each sweep. Whatever length is wanted, a shorter path is a prefix.
 
     Raises:
         NumericalError: a cost is no number.
@@ -46,8 +46,7 @@ def sweeps(
         if not np.isfinite(costs[levels > 1]).all():
             raise NumericalError("a divergence is not finite: ranks cannot be searched")
         order = np.argsort(np.where(levels > 1, costs, np.inf), kind="stable")
-        count = min(drops, length - len(path), int((levels > 1).sum()))
-        path += order[:count].tolist()
+        path += order[: min(drops, int((levels > 1).sum()))].tolist()
         yield list(path)
 
 
