@@ -5,6 +5,7 @@ python -m kvjax.train.matryoshka --model M --data text.jsonl --target-rate 0.5 0
 
 import argparse
 import dataclasses
+import os
 import sys
 
 import jax
@@ -106,6 +107,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     Raises:
         KvjaxError: nothing more can be done; checkpoints stay.
     """
+    if os.path.exists(args.out) and not os.path.isdir(args.out):
+        raise UsageError(f"--out: {args.out} is no folder; name another one")
     check_devices()
     keep_compiled_programs()
     with in_flags(), in_flags(MatryoshkaSettings):

@@ -43,7 +43,10 @@ def rank_step(config: ModelConfig) -> int:
         UsageError: heads cannot be cut into equal parts.
     """
     if config.head_dim % LEVELS:
-        raise UsageError(f"ranks are multiples of 1/{LEVELS} of a head of {config.head_dim}")
+        raise UsageError(
+            f"the model's heads have {config.head_dim} components, of which ranks cannot be "
+            f"multiples of 1/{LEVELS}"
+        )
     return config.head_dim // LEVELS
 
 
