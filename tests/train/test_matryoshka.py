@@ -12,11 +12,11 @@ from kvjax.train.matryoshka.projections import principal_projections
 from tests.dynakv.tiny import tiny, tokens
 from tests.train.matryoshka_cases import drawn, logits, shape_of
 
-SLOW = pytest.param("gpt_oss", 2, marks=pytest.mark.slow)  # sliding windows and sinks
-FAMILIES = [("llama", 2), ("qwen3", 1), SLOW]
+SLOW = pytest.mark.slow
+SINKS = pytest.param("gpt_oss", 2, marks=SLOW)  # and sliding windows
 
 
-@pytest.mark.parametrize(("family", "layers"), FAMILIES)
+@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("qwen3", 1), SINKS])
 def test_all_components_are_the_model_as_it_is(family, layers):
     lm = tiny(family, layers)
     ids = tokens(lm, (2, 12))
@@ -45,7 +45,9 @@ def oracle(lm, projections, ranks, index, q, k, v, sinks):
     return jnp.asarray(out, jnp.float32)
 
 
-@pytest.mark.parametrize(("family", "layers"), FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layers"), [("llama", 2), pytest.param("qwen3", 1, marks=SLOW), SINKS]
+)
 def test_each_head_reads_its_own_first_components(family, layers):
     lm = tiny(family, layers)
     ids = tokens(lm, (2, 12))

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.dynakv.forward import plain_states
 from kvjax.errors import NumericalError, UsageError
 from kvjax.report.progress import ProgressLine
+from kvjax.sharding import device_mesh
+from kvjax.sharding.mesh import DATA
 from kvjax.train.dynakv.metrics import METRICS, read
 from kvjax.train.dynakv.settings import TrainSettings
 from kvjax.train.matryoshka import search
@@ -103,8 +105,9 @@ def test_an_update_averages_over_all_tokens_and_keeps_bases_orthogonal():
         parts = zip(ranks, ids, wanted, valid[:, :, 1:], strict=True)
         return sum(float(loss(parameters, *part)) for part in parts)
 
-    place = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
-    rows = NamedSharding(place.mesh, PartitionSpec(None, "data"))
+    mesh = device_mesh(dp=1, devices=jax.devices()[:1])
+    place = NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec(None, DATA))
     decoder, first, state = jax.device_put((lm.model, start, begin(start, training)), place)
     put = jax.device_put((ids, valid), rows)  # as a run has them, whose program this is
     value = whole(state.parameters, ranks)

@@ -13,7 +13,7 @@ import jax
 import kvjax
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
-from kvjax.command.devices import check_devices
+from kvjax.command.devices import start_devices
 from kvjax.command.errors import exit_code
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import shape_of_model
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """
     if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise UsageError(f"--out: {args.out} is no folder; name another one")
-    check_devices()
+    start_devices(args)
     keep_compiled_programs()
     with in_flags(), in_flags(MatryoshkaSettings):
         settings = settings_of(args)

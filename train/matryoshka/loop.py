@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.dynakv.forward import plain_states
 from kvjax.errors import NumericalError, UsageError
 from kvjax.files import write_atomically
 from kvjax.models.decoder import Decoder
 from kvjax.report.progress import ProgressLine
+from kvjax.sharding import device_mesh
+from kvjax.sharding.mesh import DATA
 from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
 from kvjax.train.dynakv.loop import CHECKPOINTS, calibration, check_fit, claim
@@ -128,7 +130,7 @@ class _Run:
         progress: ProgressLine,
         should_stop: Callable[[], bool],
     ):
-        self._mesh = Mesh(np.asarray(devices), ("data",))
+        self._mesh = device_mesh(dp=len(devices), devices=devices)
         self._model, self._start = jax.device_put((model, start), self._place())
         self._settings, self._training = settings, settings.training
         self._folder, self._progress, self._should_stop = folder, progress, should_stop
@@ -151,7 +153,7 @@ class _Run:
                 if stops:
                     return None
                 batch = batch_of(rows, step, training)
-                put = self._spread(batch, None, "data")
+                put = self._spread(batch, None, DATA)
                 state, found = update(
                     self._model, self._start, state, np.int32(step), *put, settings=self._settings
                 )
@@ -177,7 +179,7 @@ class _Run:
     def measured(self, projections: Projections, ranks: np.ndarray, rows: Rows) -> dict[str, float]:
         """The rate, and on some rows divergence and cross-entropy."""
         parts = in_batches(rows, self._training.batch_size)
-        put = (self._spread(part, "data") for part in parts)
+        put = (self._spread(part, DATA) for part in parts)
         found = [jax.device_get(_compared(self._model, projections, ranks, *one)) for one in put]
         nats, predicted = (np.sum(each, 0, np.float64) for each in zip(*found, strict=True))
         kl, ce = nats / predicted
@@ -212,7 +214,7 @@ class _Run:
         size = min(self._training.batch_size, -(-count // devices) * devices)
         parts = list(in_batches(rows.take(slice(count)), size))
         batches = Rows(*(np.stack([getattr(p, x) for p in parts]) for x in ("tokens", "valid")))
-        tokens, valid = self._spread(batches, None, "data")
+        tokens, valid = self._spread(batches, None, DATA)
         return _plain(self._model, tokens), tokens, valid
 
     def _spread(self, rows: Rows, *axes: str | None) -> list[jax.Array]:
