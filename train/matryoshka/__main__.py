@@ -6,6 +6,7 @@ python -m kvjax.train.matryoshka --model M --data text.jsonl --target-rate 0.5 0
 import argparse
 import dataclasses
 import os
+import pathlib
 import sys
 
 import jax
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
                 settings,
                 args.out,
                 progress,
+                name=pathlib.Path(shape.source).name,
                 resume=args.resume,
                 should_stop=interrupts.requested,
             )
