@@ -186,9 +186,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=pathlib.Path, nargs="+", required=True)
     parser.add_argument("--tokens", type=int, default=65536, help="of each text, at most")
     parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument(
-        "--batch-size", type=int, default=8, help="windows sent to a device together"
-    )
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--plot", type=pathlib.Path, help="PNG; needs matplotlib")
