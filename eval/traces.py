@@ -87,8 +87,7 @@ def of_file(path: pathlib.Path, lm: LanguageModel, tokens: int) -> Iterator[Trac
             sentences = [(one["chunk"], one["function_tags"][0]) for one in record["chunks"]]
             name = f"{path.stem} {record['id']}"
             prompt = encode(record["prompt"])
-            answer = encode(record["solution"])[len(encode("")) :]  # no BOS in between
-            answer = answer[: max(tokens - len(prompt), 0)]
+            answer = encode(record["solution"], starts=False)[: max(tokens - len(prompt), 0)]
             kinds, units = _of_characters(record["solution"], sentences)
             first = _first_characters(lm.tokenizer, answer)
             yield Trace(name, prompt, answer, kinds[first], units[first])

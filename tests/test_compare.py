@@ -115,7 +115,7 @@ def test_fewer_bits_are_further_away():
     assert all(one.bytes["end"] < found[0].bytes["full_bf16"] * 2 for one in found)
 
 
-QUICK = ("uniform", "snapkv_decode")
+QUICK = ("uniform",)
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,7 @@ def _ask(shape: loading.LanguageModel, row: Row, config: CalibrateConfig) -> _As
         raise type(error)(f"prompt {row.id!r}: {error}") from error
     if row.answer is None:
         return _Asked(row, ids, None)
-    encode = shape.tokenizer.encode
-    return _Asked(row, ids, tuple(encode(row.answer)[len(encode("")) :]))  # no BOS in between
+    return _Asked(row, ids, tuple(shape.tokenizer.encode(row.answer, starts=False)))
 
 
 def _check_lengths(

@@ -98,6 +98,7 @@ def temporaries(config, geometry, recipe, tokens: int) -> int:
         policy=policies(recipe, config)[0],
         window=None,
         settles=True,
+        selects=recipe.selector is not None,
     )
     return lowered.compile().memory_analysis().temp_size_in_bytes
 

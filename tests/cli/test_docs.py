@@ -28,6 +28,13 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     return [block for name, block in found if name == language]
 
 
+def slow_but_of_the_readme(found: list) -> list:
+    """Parameters: what the README shows runs in the quick tests, the rest in the slow ones."""
+    readme = (ROOT / "README.md").read_text()
+    quick = [one for one in found if str(one) in readme or one == ROOT / "README.md"]
+    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in found]
+
+
 def commands(module: str) -> list[str]:
     texts = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     lines = [re.sub(r"^\$ |\s*(#|<).*$", "", line) for line in texts]
@@ -43,7 +50,11 @@ def mentioned() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    slow_but_of_the_readme([p for p in PAGES if blocks(p, "python")]),
+    ids=lambda p: p.name,
+)
 def test_python_in_the_docs_runs(page, model, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
@@ -54,7 +65,7 @@ def test_python_in_the_docs_runs(page, model, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("command", commands("kvjax.decode"))
+@pytest.mark.parametrize("command", slow_but_of_the_readme(commands("kvjax.decode")))
 def test_commands_in_the_docs_run(command, decode, model, tmp_path, monkeypatch):
     """As they stand there, on the small model and for a few tokens."""
     monkeypatch.chdir(tmp_path)

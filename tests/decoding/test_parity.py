@@ -63,13 +63,8 @@ def test_prefill_in_pieces_equals_pytorch(name):
     assert (read == 48).all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_window",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", "gpt_oss_mxfp4")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_window", "gpt_oss", "gpt_oss_mxfp4"])
 def test_a_prompt_of_several_chunks(name):
     """History in several blocks, windows across the boundary, and a short row before it."""
     lm, new = small.lm(name), 4

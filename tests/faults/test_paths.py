@@ -31,7 +31,7 @@ CASES = {
         recipes.h2o(codec="int4", budget=32, every=4, recent=8, **SMALL),
     ),
 }
-QUICK = ("gpt_oss int8",)
+QUICK = ("qwen2 k4v8",)
 PIECES = (40, 11)
 
 

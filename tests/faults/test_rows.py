@@ -18,6 +18,7 @@ RECIPES = {
     "h2o int4": made("h2o", codec="int4", budget=36),
     "rkv k4v2": made("rkv", codec="k4v2", budget=36),
 }
+QUICKLY = [n if n == "rkv k4v2" else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
 PROMPTS = small.prompts([70, 33, 21])
 
 
@@ -60,7 +61,7 @@ def coded(layer: LayerCache, row: int) -> dict[tuple[int, int], bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", QUICKLY)
 def test_permuting_the_rows_of_a_batch_leaves_each_row_s_codes(name):
     """They are stored packed, as bytes, and are the same wherever their row is."""
     order = [2, 0, 1]

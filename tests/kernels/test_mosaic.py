@@ -48,7 +48,7 @@ def check(found: tuple, problem: cases.Problem) -> None:
 @pytest.mark.parametrize(
     ("case", "launch"),
     [
-        (dataclasses.replace(LONG, fmt="int4 int2"), NARROW),
+        pytest.param(dataclasses.replace(LONG, fmt="int4 int2"), NARROW, marks=pytest.mark.slow),
         (dataclasses.replace(SMALL, basis=True, cap=True, group=5), None),
     ],
     ids=str,

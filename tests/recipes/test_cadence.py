@@ -31,7 +31,7 @@ def live(state) -> dict[tuple[int, int], set[int]]:
 @pytest.mark.parametrize(
     "name",
     # snapkv keeps all that it decodes.
-    quick_ones([name for name in EVICTING if name != "snapkv"], "h2o", "rkv"),
+    quick_ones([name for name in EVICTING if name != "snapkv"], "rkv"),
 )
 def test_the_budget_holds_at_every_step(name):
     """A row holds the most right before a tick's end, and the least right after its maintenance."""

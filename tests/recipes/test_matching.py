@@ -30,7 +30,7 @@ OPTIONS = {"budget": BUDGET, "every": EVERY, "page_size": 16, "recent": 20, "cod
 MATCHING = AttentionMatching(queries=16)
 BREAKS = np.isin(np.arange(96), [3, 40, 41, 77]) * np.uint8(segments.BREAK)
 
-CODECS = ["bf16", "int4", pytest.param("int8", marks=pytest.mark.slow)]
+CODECS = ["int4", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("bf16", "int8"))]
 
 
 def tam(**options) -> Recipe:

@@ -81,7 +81,8 @@ def slots(state) -> dict[tuple, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", ["streaming", pytest.param("rkv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["streaming", "rkv"])
 def test_survivors_are_byte_identical_over_a_thousand_steps(name):
     lm = small.lm()
     recipe = made(name, codec="int4", budget=48)

@@ -119,7 +119,8 @@ def test_given_answers_are_measured_like_decoded_ones(calibrate, prompts, model,
 
 def test_no_beginning_of_sequence_stands_before_a_given_answer():
     tokenizer = types.SimpleNamespace(
-        has_chat_template=False, encode=lambda text: [1, *map(ord, text)]
+        has_chat_template=False,
+        encode=lambda text, *, starts=True: [1] * starts + list(map(ord, text)),
     )
     lm = dataclasses.replace(small.lm(), tokenizer=tokenizer)
     asked = calibrate_run._ask(lm, Row(1, "q", answer="ab"), CalibrateConfig(texts="t"))
