@@ -66,7 +66,7 @@ def run(sequences: int, **options) -> tuple[list[int], collections.Counter, coll
     return lengths, drawn, seen
 
 
-@pytest.mark.parametrize("sequences", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequences", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_every_sequence_of_operations_leaves_what_the_model_says(sequences):
     lengths, drawn, seen = run(sequences)
     assert len(lengths) >= sequences and min(lengths) >= 10
