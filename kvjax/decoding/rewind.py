@@ -60,7 +60,7 @@ def _stands(lm: LanguageModel, conversation: Conversation, length: int) -> bool:
     """Whether the cache has all that it had when it had read ``length`` tokens."""
     recipe, row = conversation.recipe, conversation.row
     selects = recipe.retention is not None or (recipe.selector is not None and recipe.every > 0)
-    if selects and (recipe.needs_mass or recipe.needs_queries > 1):
+    if selects and (recipe.needs_mass or recipe.needs_queries):
         return False  # the last queries, and what they attended to, are those of later tokens
     of_layer = policies(recipe, lm.config)
     if not recipe.keeps_all and group(of_layer) > 1 and length < row["stored"]:

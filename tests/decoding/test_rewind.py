@@ -18,7 +18,6 @@ from tests.decoding.test_conversation import (
     prompt_of,
     same,
 )
-from tests.models import goldens
 
 slow = pytest.mark.slow
 
@@ -87,8 +86,23 @@ def test_within_a_tick_it_is_as_if_the_rest_had_never_been(name, steps, text_lm)
     if name == "snapkv":  # asks no queries any more, but has later ones; its pools differ in size
         names = [name for name in again.row if not name.endswith("queries")]
         near(*(dataclasses.replace(c, row={n: c.row[n] for n in names}) for c in (again, expected)))
+    elif name == "kivi" and steps > 1:  # near its end a run codes no more than it needs room for
+        assert again.tokens == expected.tokens and again.row["stored"] >= expected.row["stored"]
+        held = [tokens_of(c, 0).keys() | tokens_of(c, 1).keys() for c in (again, expected)]
+        assert held[0] == held[1]
     else:
         same(again, expected)
+
+
+def tokens_of(conversation: kvjax.Conversation, index: int, *names: str) -> dict:
+    """What the first layer's class holds of a head and position, in arrays with slots second."""
+    row, found = conversation.row, {}
+    pages, pos = row[f"0.{index}.pages"], row[f"0.{index}.pos"]
+    heads = np.repeat(np.arange(len(pages)), pages)
+    for page, slot in np.argwhere(pos >= 0):
+        what = [row[f"0.{index}.{name}"][page, slot].tobytes() for name in names]
+        found[heads[page], pos[page, slot]] = what
+    return found
 
 
 @slow
@@ -97,10 +111,8 @@ def test_what_was_coded_since_stays_coded():
     conversation = decode(prompt_of(uniform), uniform, 100).cache
     again, short = back(conversation, 60), decode(prompt_of(uniform), uniform, 20).cache
     assert again.tokens == short.tokens and again.row["stored"] == 59 > short.row["stored"]
-    early = short.row["0.1.pos"] >= 0
-    for name in ("pos", "k", "k_scale", "bias"):
-        theirs = short.row[f"0.1.{name}"]
-        assert (again.row[f"0.1.{name}"][early] == theirs[early]).all()
+    early, since = (tokens_of(c, 1, "k", "k_scale", "bias") for c in (short, again))
+    assert early and early.items() <= since.items() and len(since) > len(early)
     on = decode(list(range(40)), uniform, 30, cache=again)
     assert len(on.tokens) == 30 and on.cache.length == 59 + 1 + 40 + 29
 
@@ -116,8 +128,6 @@ def test_a_window_that_has_moved_on_is_refused(name):
     assert any(lm.config.windows)
     with pytest.raises(kvjax.UsageError, match="The earliest is"):
         kvjax.rewind(lm, conversation, 45)
-    near = kvjax.rewind(lm, conversation, 79)
-    same(near, decode(prompt, new=39, **how).cache)
+    near = kvjax.rewind(lm, conversation, 79)  # a token behind the window may be gone
     on = decode([], new=1, cache=near, **how)
-    assert on.cache.tokens == conversation.tokens
-    assert goldens.load(name)
+    same(on.cache, conversation)
