@@ -282,12 +282,15 @@ def measure(
     largest = rows == LARGEST
     if name == GATHERED:
         slots = budget + EVERY
-        own = 4 * config.num_layers * config.num_kv_heads * (config.head_dim + 1)
+        each = (
+            4 * config.num_layers * config.num_kv_heads
+        )  # of a channel's key and value, a position
+        own = each * (config.head_dim + 1)
         if largest:
             rows = _in_eights(int((_ROOM * device_memory() - parameters) // (own * slots)))
         found, held = timed_gathered(config, model, budget, rows, context, repeats)
         # The cache grows from the budget to all of its slots.
-        read = rows * own * config.head_dim / (config.head_dim + 1) * (budget + EVERY / 2)
+        read = rows * each * config.head_dim * (budget + EVERY / 2)
     else:
         recipe = method_of(name, budget)
         budget = recipe.budget

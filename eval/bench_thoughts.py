@@ -17,7 +17,7 @@ is the same of what is left when the mean of the 512 tokens around is taken off.
 ``borders``: where one kind ends, the shares of those that are found and of found places that are
 right, to ``--within`` tokens, beside as many places by lot. "newline" is a blank line, "sparsity"
 the largest steps of the mean sparsity of 16 tokens (in the layer that finds most on every other
-trace), "attention" TAM's second rule (appendix A of its dossier), the attention being that of the
+trace), "attention" TAM's second rule, jumps of attention, the attention being that of the
 last 64 queries of every 1,024 tokens. The last two get as many places as there are borders.
 """
 

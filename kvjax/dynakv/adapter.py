@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -60,11 +61,6 @@ def save_adapter(adapter: Adapter, folder: str | os.PathLike) -> None:
     Raises:
         UsageError: they cannot be written.
     """
-    folder = pathlib.Path(folder)
-    content = safetensors.numpy.save(
-        {name: np.ascontiguousarray(value) for name, value in _tensors(adapter).items()},
-        metadata={"format": "kvjax.dynakv"},
-    )
     record = {
         "format": FORMAT,
         "fingerprint": adapter.fingerprint,
@@ -72,12 +68,34 @@ def save_adapter(adapter: Adapter, folder: str | os.PathLike) -> None:
         "spectral": dataclasses.asdict(adapter.spectra.settings),
         "training": adapter.training,
         "measured": adapter.measured,
-        "tensors_sha256": hashlib.sha256(content).hexdigest(),
     }
+    write_pair(pathlib.Path(folder), "kvjax.dynakv", (TENSORS, _tensors(adapter)), (RECORD, record))
+
+
+def write_pair(
+    folder: pathlib.Path,
+    kind: str,
+    tensors: tuple[str, Mapping[str, Any]],
+    record: tuple[str, dict[str, Any]],
+) -> None:
+    """Write tensors and then the record that names them by their content.
+
+    Args:
+        folder: is made if it is not there.
+        kind: what the tensors' file says that it is.
+        tensors: name of their file, and arrays by name.
+        record: name of its file, and what it says beside ``tensors_sha256``.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    arrays = {name: np.ascontiguousarray(value) for name, value in tensors[1].items()}
+    content = safetensors.numpy.save(arrays, metadata={"format": kind})
+    said = record[1] | {"tensors_sha256": hashlib.sha256(content).hexdigest()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / TENSORS, content)
-        write_atomically(folder / RECORD, f"{json.dumps(record, indent=1)}\n".encode())
+        write_atomically(folder / tensors[0], content)
+        write_atomically(folder / record[0], f"{json.dumps(said, indent=1)}\n".encode())
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror}") from error
 

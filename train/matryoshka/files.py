@@ -12,8 +12,8 @@ import numpy as np
 import safetensors.numpy
 from jaxtyping import Int
 
+from kvjax.dynakv.adapter import write_pair
 from kvjax.errors import UsageError
-from kvjax.files import write_atomically
 from kvjax.train.matryoshka.projections import Projections
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ def save_matryoshka(found: Matryoshka, folder: pathlib.Path) -> None:
     Raises:
         UsageError: they cannot be written.
     """
-    tensors = {name: np.ascontiguousarray(x) for name, x in found.projections._asdict().items()}
-    content = safetensors.numpy.save(tensors, metadata={"format": "kvjax.matryoshka"})
     record = {
         "format": FORMAT,
         "fingerprint": found.fingerprint,
@@ -74,13 +72,9 @@ def save_matryoshka(found: Matryoshka, folder: pathlib.Path) -> None:
         "points": [
             dataclasses.asdict(point) | {"ranks": point.ranks.tolist()} for point in found.points
         ],
-        "tensors_sha256": hashlib.sha256(content).hexdigest(),
     }
-    try:
-        write_atomically(folder / TENSORS, content)
-        write_atomically(folder / RECORD, f"{json.dumps(record, indent=1)}\n".encode())
-    except OSError as error:
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
+    tensors = found.projections._asdict()
+    write_pair(folder, "kvjax.matryoshka", (TENSORS, tensors), (RECORD, record))
 
 
 def load_matryoshka(
