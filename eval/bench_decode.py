@@ -282,9 +282,8 @@ def measure(
     largest = rows == LARGEST
     if name == GATHERED:
         slots = budget + EVERY
-        each = (
-            4 * config.num_layers * config.num_kv_heads
-        )  # of a channel's key and value, a position
+        # Bytes of a channel's key and value in all heads, and as many of a position.
+        each = 4 * config.num_layers * config.num_kv_heads
         own = each * (config.head_dim + 1)
         if largest:
             rows = _in_eights(int((_ROOM * device_memory() - parameters) // (own * slots)))
