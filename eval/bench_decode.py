@@ -18,6 +18,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from kvjax.recipes import Recipe
 from kvjax.sharding import on, per_shard, shards
 from kvjax.thoughts import Sparsity
 from pallas_kernels import SCRATCH_PAGE
+from pallas_kernels.paged_attention.api import Implementation
 
 GATHERED = "rkv-gathered"
 METHODS = ("full", "uniform", "rkv", GATHERED, "thinkv")
@@ -198,11 +200,13 @@ def timed(
     context: int,
     repeats: int,
     warm: int = 3,
+    kernel: Implementation | None = None,
 ) -> Timed:
     """Time ``decode_chunk`` and the maintenance between chunks, over whole periods of it.
 
     Args:
         placed: groups of devices, each with the model and ``rows`` rows of its own.
+        kernel: what computes attention, as ``kvjax.generate`` has it.
         warm: periods before those that count: a command buffer is recorded in its second run.
     """
     tick = 16
@@ -225,7 +229,7 @@ def timed(
                 if not recipe.keeps_all:
                     state = maintain(state, compress, config=config, recipe=recipe, done=done)
                 states[group], output = decode_chunk(
-                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe
+                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe, kernel=kernel
                 )
             return output
 
@@ -275,6 +279,7 @@ def measure(
     context: int,
     repeats: int,
     bandwidth: float,
+    kernel: Implementation | None = None,
 ) -> dict:
     """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them."""
     embedding = config.vocab_size * config.hidden_size * 2  # one row of it is read, not all
@@ -295,7 +300,7 @@ def measure(
         budget = recipe.budget
         if largest:
             rows = largest_batch(config, recipe, parameters, context)
-        found = timed(config, [(None, model)], recipe, rows, context, repeats)
+        found = timed(config, [(None, model)], recipe, rows, context, repeats, kernel=kernel)
         [state] = found.states
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
         read = _bytes_read(state.cache)
@@ -304,6 +309,7 @@ def measure(
     step_ms = statistics.median(found.raw_ms)
     return {
         "method": name,
+        "kernel": kernel,
         "budget": budget,
         "batch": rows,
         "largest": largest,
@@ -385,6 +391,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["full"])
     parser.add_argument("--budget", type=int, default=1024, help="of what evicts")
+    parser.add_argument("--kernel", choices=get_args(Implementation), help="of attention")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
@@ -403,15 +410,20 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
     print("method       batch  ms/step  tokens/s  floor ms  of roofline  cache GiB  first period s")
     size = {"context": args.context, "repeats": args.repeats, "bandwidth": bandwidth}
+    size["kernel"] = args.kernel
     for name in args.methods:
+        fits = True  # where one batch does not, a larger one does not either
         for rows in args.batch:
+            if not fits and rows != LARGEST:
+                continue
             try:
                 result = measure(config, model, name, args.budget, rows, **size)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 print(f"{name:12} {rows:5d} does not fit", flush=True)
-                break
+                fits = False
+                continue
             record["results"].append(result)
             print(
                 f"{name:12} {result['batch']:5d} {result['step_ms']:8.3f} "
