@@ -36,14 +36,11 @@ FIRST = [
 ]
 COVERING = cases.covering(**cases.HOPPER)
 NAMES = ("bf16", "int8", "int4", "int2", "k4v2")
-# Programs, stages and KiB of a step, best guess first: four programs of 20 KiB steps fit where two
-# of 40 KiB do. Short rows have one program each, whatever is asked for.
+# Programs, stages and KiB of a step. Short rows have one program each, whatever is asked for.
 LAUNCHES = {
-    SHAPES[0]: (
-        (264, 3, 40), (528, 3, 20), (1056, 3, 20), (528, 2, 40), (528, 4, 20), (264, 2, 40),
-    ),
-    SHAPES[1]: ((264, 3, 40), (264, 3, 20), (264, 2, 40), (264, 2, 20), (264, 4, 20)),
-}  # fmt: skip
+    SHAPES[0]: ((264, 2, 40), (264, 3, 40), (396, 2, 40), (528, 3, 20)),
+    SHAPES[1]: ((264, 3, 20), (264, 2, 40), (264, 3, 40), (264, 3, 12), (264, 4, 12)),
+}
 REPEATS = 5
 
 
@@ -118,7 +115,7 @@ GROUPS = {
     },
     "launches": {
         f"{name} {shape} {numbers}": functools.partial(launched, name, shape, numbers)
-        for name in ("int4", "int8", "bf16")
+        for name in ("int8", "bf16", "int4", "int2")
         for shape, tried in LAUNCHES.items()
         for numbers in tried
     },
