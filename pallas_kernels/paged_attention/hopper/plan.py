@@ -26,7 +26,7 @@ class Launch:
     """
 
     programs: int = 264
-    stages: int = 3
+    stages: int = 2
     nbytes: int = 40 * 1024
 
 
