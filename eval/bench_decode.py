@@ -1,12 +1,12 @@
 """Milliseconds a decode step takes at a model's shape, with random weights and a filled cache.
 
     python -m kvjax.eval.bench_decode --batch 1 8 32 128 --out eval/results/decode_h200.json
-    python -m kvjax.eval.bench_decode --context 32768 --methods thinkv --batch 1 256 0
+    python -m kvjax.eval.bench_decode --context 32000 --repeats 3 --methods thinkv --batch 1 256 0
 
 Times ``decode_chunk``, the program that decoding calls, and the maintenance between chunks, over
 whole periods of it, and sets them against the memory roofline: the bytes that a step must read
 (weights, and the keys, values, scales and biases of live slots) over the bandwidth that the same
-run measured. Rows stand at ``--context`` tokens, of which a method that evicts holds ``--budget``.
+run measured. Rows begin at ``--context`` tokens, of which a method that evicts holds ``--budget``.
 "rkv-gathered" is R-KV without pages, as its authors keep a cache (``kvjax.eval.gathered``). A
 process' peak is of all that it has measured so far: give each method a process of its own.
 """
@@ -102,7 +102,8 @@ def filled(
     held: list[int] | None = None,
     tp: int = 1,
 ) -> DecodeState:
-    """Every row at ``context`` tokens, those that are left of them with random keys and values.
+    """Every row at ``context`` tokens, those that are left of them with random keys and values, and
+    room for as many steps.
 
     Args:
         tp: devices of the mesh that this is called on; each has its heads' pages.
@@ -123,7 +124,8 @@ def filled(
     recent = context if recipe.keeps_all else recipe.window
     others = [] if recipe.keeps_all else held or held_tokens(recipe, context, prompt)
 
-    @functools.partial(jax.jit, donate_argnames="layer")
+    # Kept though their numbers are not read: what is dropped is not given up either.
+    @functools.partial(jax.jit, donate_argnames="layer", keep_unused=True)
     @per_shard
     def fill(layer, key):
         for index, count in enumerate((recent, *others)):
@@ -183,11 +185,14 @@ class Timed:
 
     Attributes:
         raw_ms: milliseconds a step, one for each period.
+        upkeep_ms: of these, those of the maintenance between chunks, by the last period that does
+            not count, in which every call was waited for.
         first_s: of the first period, compilation included.
         states: what each group of devices holds after it.
     """
 
     raw_ms: list[float]
+    upkeep_ms: float
     first_s: float
     states: list[DecodeState]
 
@@ -218,16 +223,26 @@ def timed(
         with on(mesh):
             states.append(filled(config, recipe, rows, context, steps, tp=shards(mesh)))
     halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
-    raw = []
+    raw, upkeep = [], 0.0
     start = time.perf_counter()
     for i in range(repeats + warm):
 
-        def tick_of(group: int, done: int):
+        def tick_of(group: int, done: int, watched: bool):
+            nonlocal upkeep
             mesh, model = placed[group]
             state = states[group]
             with on(mesh):
                 if not recipe.keeps_all:
-                    state = maintain(state, compress, config=config, recipe=recipe, done=done)
+                    keep = functools.partial(
+                        maintain, state, compress, config=config, recipe=recipe, done=done
+                    )
+                    if watched:
+                        jax.block_until_ready(state)
+                        began = time.perf_counter()
+                        state = jax.block_until_ready(keep())
+                        upkeep += time.perf_counter() - began
+                    else:
+                        state = keep()
                 states[group], output = decode_chunk(
                     model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe, kernel=kernel
                 )
@@ -236,7 +251,8 @@ def timed(
         def period(i=i):
             for j in range(ticks):
                 done = begin + (i * ticks + j) * tick
-                outputs = [tick_of(group, done) for group in range(len(placed))]
+                watched = i == warm - 1
+                outputs = [tick_of(group, done, watched) for group in range(len(placed))]
             return outputs
 
         seconds = _seconds(period)
@@ -244,7 +260,7 @@ def timed(
             first_s = time.perf_counter() - start
         if i >= warm:
             raw.append(1000 * seconds / (tick * ticks))
-    return Timed(raw, first_s, states)
+    return Timed(raw, 1000 * upkeep / (tick * ticks), first_s, states)
 
 
 def largest_batch(
@@ -315,6 +331,7 @@ def measure(
         "largest": largest,
         "context": context,
         "step_ms": step_ms,
+        "upkeep_ms": found.upkeep_ms,
         "tokens_per_s": 1000 * rows / step_ms,
         "bytes_a_step": round(bytes_a_step),
         "cache_bytes": held,
@@ -341,13 +358,20 @@ def timed_gathered(
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     filled = functools.partial(jnp.full_like, state.held)
     state = state._replace(held=filled(budget), length=filled(context))
+    cut = functools.partial(gathered.cut, scale=config.scale, selector=selector, budget=budget)
     start = time.perf_counter()
     for i in range(repeats + warm):
+        if i == warm - 1:  # by itself, to see how long it takes
+            state, _ = jax.block_until_ready(gathered.decode(model, state, steps=EVERY))
+            began = time.perf_counter()
+            state = jax.block_until_ready(cut(state))
+            upkeep_ms = 1000 * (time.perf_counter() - began) / EVERY
+            continue
 
         def period():
             nonlocal state
             state, tokens = gathered.decode(model, state, steps=EVERY)
-            state = gathered.cut(state, scale=config.scale, selector=selector, budget=budget)
+            state = cut(state)
             return state.held, tokens
 
         seconds = _seconds(period)
@@ -355,7 +379,7 @@ def timed_gathered(
             first_s = time.perf_counter() - start
         if i >= warm:
             raw.append(1000 * seconds / EVERY)
-    return Timed(raw, first_s, []), held
+    return Timed(raw, upkeep_ms, first_s, []), held
 
 
 def _period(recipe: Recipe) -> int:
@@ -408,7 +432,8 @@ def main() -> None:
         "results": [],
     }
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    print("method       batch  ms/step  tokens/s  floor ms  of roofline  cache GiB  first period s")
+    print("method       batch  ms/step  upkeep  tokens/s  floor ms", end="  ")
+    print("of roofline  cache GiB  first period s")
     size = {"context": args.context, "repeats": args.repeats, "bandwidth": bandwidth}
     size["kernel"] = args.kernel
     for name in args.methods:
@@ -427,6 +452,7 @@ def main() -> None:
             record["results"].append(result)
             print(
                 f"{name:12} {result['batch']:5d} {result['step_ms']:8.3f} "
+                f"{result['upkeep_ms']:7.3f} "
                 f"{result['tokens_per_s']:9.0f} "
                 f"{result['floor_ms']:9.3f} {result['fraction_of_roofline']:12.2f} "
                 f"{result['cache_bytes'] / 2**30:10.2f} {result['first_period_s']:15.1f}",

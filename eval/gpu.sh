@@ -36,8 +36,9 @@ for part in $PARTS; do
     kernels) bench kernels 600 bench_kernels --warps 2 8 --repeats 7 --out "$OUT/kernels.json" ;;
     launches) run launches 300 "$PYTHON" -m tests.gpu.trial --groups first launches ;;
     decode) # each in a process of its own, so that its peak of memory is its own
+        export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
         for method in full uniform rkv rkv-gathered thinkv; do
-            bench decode 900 bench_decode --context 32768 --budget 1024 --methods "$method" \
+            bench decode 900 bench_decode --context 32000 --budget 1024 --repeats 3 --methods "$method" \
                 --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
         done
         ;;
