@@ -98,9 +98,7 @@ def _shares(
     (rows, heads, dim), kv_heads = queries[0].shape, tables[0].shape[1]
     group = heads // kv_heads
     plans, arrays = [], []
-    # Rotated ones first, so that nothing is turned but what they leave.
-    order = sorted(zip(queries, pools, tables, strict=True), key=lambda pool: not pool[1].rotated)
-    for q, pages, table in order:
+    for q, pages, table in zip(queries, pools, tables, strict=True):
         plan = plan_of(pages, table, dim, launch)
         if window is None:
             kept = tuple(x for x in plan.arrays if x[0] != "pos")
@@ -114,6 +112,7 @@ def _shares(
             for name, _ in plan.arrays
         }  # fmt: skip
         arrays.append({name: array for name, array in given.items() if array is not None})
+    plans, arrays, behind = _ordered(plans, arrays)
     count = max(plan.count for plan in plans)
     shapes = {"out": (count, group, dim), "top": (count, group), "total": (count, group)}
     out = {
@@ -133,20 +132,43 @@ def _shares(
         stored = jax.tree.unflatten(out_kind, refs[len(inputs) :])
         lanes, programs, barriers = Lanes(interpret), [], 0
         lanes.barriers(ring, arrivals)
-        for plan, mine in zip(plans, taken, strict=True):
-            where = barriers, start, place
+        for plan, mine, stages in zip(plans, taken, behind, strict=True):
+            where = barriers, start, stages, place
             programs.append(
                 Program(lanes, plan, mine, stored, ring, *where, scale, window, soft_cap)
             )
             barriers += 8 * len(plan.arrivals)
         tiles = None
-        for program in programs:
+        for number, program in enumerate(programs):
+            if not program.behind:
+                if number:
+                    lanes.sync()  # the stages are free
+                program.begin()
+            for other in programs[number + 1 :][:1]:
+                if other.behind:
+                    other.begin()
             tiles = program.attend(tiles)
         programs[-1].store(tiles)
 
     grid = rows, kv_heads, count
     found = (_interpreted if interpret else _launched)(kernel, grid, outputs, ring)(*inputs)
     return jax.tree.unflatten(out_kind, found)
+
+
+def _ordered(plans, arrays):
+    """In which order pools are read, and how many stages of its own each leaves to the one before.
+
+    Rotated ones come first, so that nothing is turned but what they leave. But the last one, the
+    recent tokens', comes before them where its one step leaves room for their first pages to come
+    meanwhile, which saves more than it takes to turn what it leaves.
+    """
+    order = sorted(range(len(plans)), key=lambda n: not plans[n].rotated)
+    behind = [0] * len(plans)
+    small, large = plans[order[-1]], plans[order[0]]
+    stages = pl.cdiv(small.stage, large.stage)
+    if len(plans) > 1 and small.share == 1 and stages < large.stages:
+        order, behind[1] = [order[-1], *order[:-1]], stages
+    return [plans[n] for n in order], [arrays[n] for n in order], behind
 
 
 def _launched(kernel, grid, outputs, ring):

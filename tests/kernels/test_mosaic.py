@@ -33,6 +33,12 @@ def run(problem: cases.Problem, launch: Launch | None = None):
     return call(queries, problem.pools, problem.tables, **arrays)
 
 
+def with_few_recent(problem: cases.Problem) -> cases.Problem:
+    """The same, with no more pages of the second pool than a step takes."""
+    first, second = problem.tables
+    return dataclasses.replace(problem, tables=(first, second[:, :, :2]))
+
+
 def halved(problem: cases.Problem) -> cases.Problem:
     """The same, with the pages of the first pool named by two tables: two pools are rotated."""
     pools, (table, *tables) = problem.pools, problem.tables
@@ -56,6 +62,22 @@ def check(found: tuple, problem: cases.Problem) -> None:
 def test_twin(case, launch):
     problem = cases.build(case)
     check(run(halved(problem) if case.pools > 1 else problem, launch), problem)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch(programs=6, nbytes=20 * 1024),  # stages that are used again
+        pytest.param(Launch(programs=6, stages=3, nbytes=20 * 1024), marks=pytest.mark.slow),
+        pytest.param(Launch(programs=6, stages=4, nbytes=20 * 1024), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_twin_of_recent_tokens_that_are_read_first(launch):
+    """Codes come into one stage while the recent tokens are read in another."""
+    case = dataclasses.replace(LONG, fmt="int8")
+    problem = with_few_recent(cases.build(case))
+    check(run(problem, launch), problem)
 
 
 @pytest.mark.slow

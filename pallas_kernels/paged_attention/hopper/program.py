@@ -29,14 +29,16 @@ class Program:
         ring: the shared memory.
         barriers: where the pool's barriers are in it.
         start: where stages begin.
+        behind: stages that the pool before this one has while this one's first pages come; its
+            steps begin with the stage after them.
         place: the program's row, head and share.
     """
 
     def __init__(
-        self, lanes, plan, refs, outs, ring, barriers, start, place, scale, window, soft_cap
+        self, lanes, plan, refs, outs, ring, barriers, start, behind, place, scale, window, soft_cap
     ):
         self.lanes, self.plan, self.refs, self.outs, self.ring = lanes, plan, refs, outs, ring
-        self.barriers, self.start, self.place = barriers, start, place
+        self.barriers, self.start, self.behind, self.place = barriers, start, behind, place
         self.row, self.head, part = place
         self.scale, self.window, self.soft_cap = scale * LOG2E, window, soft_cap
         self.group = outs["top"].shape[3]
@@ -54,17 +56,26 @@ class Program:
         ahead = plan.stages - 1 if plan.stages < plan.share else plan.stages
         self.pages = [self._page(self.first + number) for number in range(ahead)]
 
+    def begin(self) -> None:
+        """Fetch what no other pool's pages are in the way of."""
+        self._fetch_first(0, self.plan.stages - self.behind)
+
+    def _fetch_first(self, start: int, stop: int) -> None:
+        for number, page in list(enumerate(self.pages))[start:stop]:
+            self._fetch(number, self.first + number, self.last, page)
+
     def attend(self, tiles):
         """Add what the pool's slots say to the tops, masses and sums of each tile of heads.
+
+        To be called after ``begin``.
 
         Args:
             tiles: what another pool's program left, or None.
         """
         lanes, plan, first, last = self.lanes, self.plan, self.first, self.last
-        if tiles is not None:
-            lanes.sync()  # the stages are free
-        for number, page in enumerate(self.pages):
-            self._fetch(number, first + number, last, page)
+        if self.behind:
+            lanes.sync()  # the other stages are free, too
+            self._fetch_first(plan.stages - self.behind, plan.stages)
         queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
         query = [queries.words(tile) for tile in range(self.tiles)]
         if tiles is None:
@@ -101,8 +112,12 @@ class Program:
 
     def _slot(self, number):
         """Of a step: its stage, how often that was used, and the barriers of the warp."""
+        number += self.behind
         slot = jax.lax.rem(number, self.plan.stages)
-        phase = jax.lax.div(number, self.plan.stages) & 1
+        used = jax.lax.div(number, self.plan.stages)
+        if self.behind:  # the first turn left out some stages
+            used -= (slot < self.behind).astype(jnp.int32)
+        phase = used & 1
         each = WARPS if self.plan.alone else 1
         barrier = self.barriers + 8 * (slot * each + (self.warp if self.plan.alone else 0))
         return (
