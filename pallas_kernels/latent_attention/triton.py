@@ -45,7 +45,7 @@ class Launch:
 
 LAUNCHES = {True: Launch(32, 4, 3, 64), False: Launch(128, 8, 3, 128)}
 """Of keys, by whether products are as exact as float32."""
-VALUES = {True: Launch(32, 4, 3, 64), False: Launch(128, 4, 2, 128)}
+VALUES = {True: Launch(32, 4, 3, 64), False: Launch(64, 4, 3, 128)}
 SHARE = 512
 """Slots of values that a program adds up."""
 FEW = 128
