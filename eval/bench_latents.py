@@ -51,6 +51,8 @@ KINDS = 64
 PROMPT = 64
 FEW = 4
 """Layers whose parts are timed: more than fit a GPU's second cache."""
+LAUNCHES = ((64, 4, 2, 128), (64, 4, 3, 128), (128, 8, 2, 128))
+"""Other launches of the keys' kernel, timed beside its own."""
 _PIECE = 2048  # tokens that are stored at a time
 _STEPS = 8  # of parts, inside one program
 _STEP_PARTS = ("latents", "store", "attention", "maintenance")  # keys and values are attention's
@@ -174,14 +176,17 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
 
     def attention(layer, q):
         given = {"q_pos": pos, "span": span, "window": None, "sinks": None}
-        return q + (attend_step(layer, q, layer.tables, config, **given) * 1e-3).astype(q.dtype)
+        return q + (attend_step(layer, q, list(layer.tables), config, **given) * 1e-3).astype(
+            q.dtype
+        )
 
-    def key_products(layer, q):
+    def key_products(layer, q, **how):
         grouped = q.reshape(rows, kv_heads, -1, dim)
         basis = Basis(layer.spectra.keys.basis()[1])
         held = layer.pools, layer.tables, basis, rotary, span
-        logits, live = backend.latent_logits(grouped, *held)
-        return q + (logits * live[:, None]).sum(2, keepdims=True).astype(q.dtype) * 1e-9
+        logits, live = backend.latent_logits(grouped, *held, **how)
+        seen = jnp.where(live[:, None], logits, 0).sum(2, keepdims=True)
+        return q + (seen * 1e-9).astype(q.dtype)
 
     def value_products(layer, weights):
         sums = backend.latent_sums(weights, layer.pools, layer.tables, width)
@@ -194,6 +199,7 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
     def storing(layer, latent):
         return append(layer, *as_stored(latent), pos[:, None], jnp.ones((rows, 1), bool))
 
+    tried = {} if backend is xla else {str(n): triton.Launch(*n) for n in LAUNCHES}
     found = {}
     leaves, kind = jax.tree.flatten(few)
     for name, part, state in (
@@ -201,6 +207,10 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
         ("attention", attention, q),
         ("keys", key_products, q),
         ("values", value_products, weights),
+        *(
+            (f"keys {text}", functools.partial(key_products, launch=launch), q)
+            for text, launch in tried.items()
+        ),
     ):
 
         def step(_, state, *leaves, part=part):
