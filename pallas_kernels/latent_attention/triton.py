@@ -157,8 +157,10 @@ def latent_logits(
         )(*found, given)
     # Of a block that a token does not have, nothing was stored.
     there = _there(pools, tables, counts, span)
-    logits = jnp.where(there[:, :, None], found[0], 0.0).sum(1)
-    return logits, there[:, jnp.asarray(starts, jnp.int32)].any(1)
+    logits = functools.reduce(
+        jnp.add, (jnp.where(there[:, i, None], found[0][:, i], 0.0) for i in range(sum(counts)))
+    )
+    return logits, functools.reduce(jnp.logical_or, (there[:, start] for start in starts))
 
 
 def _there(pools, tables, counts, span: int) -> Bool[Array, "B N L"]:

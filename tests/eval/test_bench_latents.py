@@ -31,8 +31,8 @@ def test_results():
             assert abs(result[name] - kept) < 0.03
         assert result["of_full"] == full["step_ms"] / result["step_ms"]
     # Blocks of 8 components of the 272 tokens that are no longer recent, and 48 that are.
-    # Of 160 tokens the stored components, of the 48 recent ones all: 2 rows, 2 layers.
-    stored = 2 * 2 * 64 * ((128 + 5 * 16 - 48) * plain["key_rate"] + 48)
+    # Of 176 tokens the stored components, of the 32 recent ones all: 2 rows, 2 layers.
+    stored = 2 * 2 * 64 * ((128 + 5 * 16 - 32) * plain["key_rate"] + 32)
     np.testing.assert_allclose(plain["key_flops"], 2 * 64 * stored)
     assert coded["cache_bytes"] < plain["cache_bytes"]
     assert all(ms > 0 for name, ms in parts["parts_ms"].items() if name != "rest")
