@@ -13,6 +13,7 @@ latents, the store of the new token's, attention, and of that the products of ke
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
 import time
@@ -31,7 +32,7 @@ from kvjax.dynakv.mask import prefix
 from kvjax.dynakv.projector import BLOCKS, HEAD_ROOM, Projector
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import LayerSpectra, SpectralGate, Spectrum, key_width
-from kvjax.eval.bench_decode import LLAMA_8B, timed
+from kvjax.eval.bench_decode import LLAMA_8B, filled, timed
 from kvjax.eval.bench_kernels import measure
 from kvjax.eval.bench_scale import random_model
 from kvjax.eval.record import run_record, write_json
@@ -270,71 +271,65 @@ def results(
     model: Decoder,
     codecs: list[str],
     rows: int,
-    context: int,
+    contexts: list[int],
     *,
     blocks: int,
     repeats: int,
 ) -> Iterator[dict]:
-    """`full`, then DynaKV with each codec, at one length."""
-    found = timed(config, [(None, model)], full(), rows, context, repeats)
-    plain = statistics.median(found.raw_ms)
-    common = {"batch": rows, "context": context}
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(found.states[0].cache))
-    yield common | {
-        "method": "full",
-        "step_ms": plain,
-        "tokens_per_s": 1000 * rows / plain,
-        "cache_bytes": held,
-        "first_period_s": found.first_s,
-        "raw_ms": found.raw_ms,
-    }
-    del found  # makes room
-    for codec in codecs:
-        recipe = recipe_of(codec, blocks)
-        found = timed(
-            config, [(None, model)], recipe, rows, context, repeats, fill=filled_with_latents
-        )
-        step_ms = statistics.median(found.raw_ms)
+    """`full` and DynaKV with each codec at every length, and then where DynaKV's time goes."""
+    plain: dict[int, float] = {}
+    taken = []
+    for context, codec in itertools.product(contexts, (None, *codecs)):
+        recipe = full() if codec is None else recipe_of(codec, blocks)
+        fill = filled if codec is None else filled_with_latents
+        found = timed(config, [(None, model)], recipe, rows, context, repeats, fill=fill)
         [state] = found.states
-        cache = state.cache
-        size = sizes(config, cache)
-        result = common | {
-            "method": "dynakv",
-            "codec": codec,
-            "blocks": blocks,
+        step_ms = statistics.median(found.raw_ms)
+        result = {
+            "method": recipe.name,
+            "batch": rows,
+            "context": context,
             "step_ms": step_ms,
             "tokens_per_s": 1000 * rows / step_ms,
-            "of_full": plain / step_ms,
-            "cache_bytes": cache.nbytes(),
-            "crowded": int(cache.crowded.sum()),
-            **size,
+            "cache_bytes": state.cache.nbytes(),
             "first_period_s": found.first_s,
             "raw_ms": found.raw_ms,
         }
-        del found
-        yield result  # what follows may fail, and this is kept
-        ms = parts(config, cache, repeats)
-        del cache
-        ms["maintenance"] = maintenance(config, recipe, state, repeats)
-        ms["rest"] = step_ms - sum(ms[name] for name in _STEP_PARTS)
-        yield {
-            "method": "dynakv",
-            "codec": codec,
-            "context": context,
-            "parts_ms": ms,
-            "key_tflops": size["key_flops"] / ms["keys"] / 1e9,
-            "key_gb_per_s": size["key_bytes"] / ms["keys"] / 1e6,
-            "value_gb_per_s": size["value_bytes"] / ms["values"] / 1e6,
-        }
-        del state
+        del found  # makes room
+        if codec is None:
+            plain[context] = step_ms
+        else:
+            result |= {"codec": codec, "blocks": blocks, "of_full": plain[context] / step_ms}
+            result |= {"crowded": int(state.cache.crowded.sum())} | sizes(config, state.cache)
+            taken.append((result, recipe, state))
+        yield result
+    while taken:
+        yield taken_apart(config, *taken.pop(0), repeats)
+
+
+def taken_apart(
+    config: ModelConfig, result: dict, recipe: Recipe, state: DecodeState, repeats: int
+) -> dict:
+    """Where the time of a step goes, that took as long as the result says; donates the state."""
+    ms = parts(config, state.cache, repeats)
+    ms["maintenance"] = maintenance(config, recipe, state, repeats)
+    ms["rest"] = result["step_ms"] - sum(ms[name] for name in _STEP_PARTS)
+    same = {name: result[name] for name in ("method", "codec", "batch", "context")}
+    return same | {
+        "parts_ms": ms,
+        "key_tflops": result["key_flops"] / ms["keys"] / 1e9,
+        "key_gb_per_s": result["key_bytes"] / ms["keys"] / 1e6,
+        "value_gb_per_s": result["value_bytes"] / ms["values"] / 1e6,
+    }
 
 
 def line(result: dict) -> str:
     """A result in a line."""
     if "parts_ms" in result:
         ms = ", ".join(f"{name} {value:.3f}" for name, value in result["parts_ms"].items())
+        what = f"dynakv {result['codec']:5} {result['context']:6d} tokens"
         return (
-            f"  ms of a step: {ms}\n  keys are rebuilt at {result['key_tflops']:.1f} TFLOP/s, "
+            f"{what}  ms of a step: {ms}\n  keys are rebuilt at {result['key_tflops']:.1f} TFLOP/s, "
             f"{result['key_gb_per_s']:.0f} GB/s; values are read at "
             f"{result['value_gb_per_s']:.0f} GB/s"
         )
@@ -367,13 +362,12 @@ def main() -> None:
     model = random_model(config, None)
     record = {"run": run_record(args.commit), "shape": shape, "ranks": RANKS}
     record["results"] = []
-    for context in args.context:
-        size = {"blocks": args.blocks, "repeats": args.repeats}
-        for result in results(config, model, args.codecs, args.batch, context, **size):
-            record["results"].append(result)
-            print(line(result), flush=True)
-            if args.out:
-                write_json(args.out, record)
+    size = {"blocks": args.blocks, "repeats": args.repeats}
+    for result in results(config, model, args.codecs, args.batch, args.context, **size):
+        record["results"].append(result)
+        print(line(result), flush=True)
+        if args.out:
+            write_json(args.out, record)
 
 
 if __name__ == "__main__":

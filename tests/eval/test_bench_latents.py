@@ -20,8 +20,8 @@ def test_results():
     config = ModelConfig.from_hf(LLAMA_8B | SMALL | heads)
     model = random_model(config, None)
     size = {"blocks": 8, "repeats": 2}
-    found = list(bench_latents.results(config, model, ["bf16", "int4"], 2, 128, **size))
-    full, plain, parts, coded, _ = found
+    found = list(bench_latents.results(config, model, ["bf16", "int4"], 2, [128], **size))
+    full, plain, coded, parts, _ = found
     assert [result["method"] for result in found] == ["full"] + ["dynakv"] * 4
     assert json.loads(json.dumps(found)) == found and all(map(bench_latents.line, found))
     kept = np.ceil(bench_latents.ranks(64) / 8).mean() / 8
