@@ -329,8 +329,8 @@ def line(result: dict) -> str:
         ms = ", ".join(f"{name} {value:.3f}" for name, value in result["parts_ms"].items())
         what = f"dynakv {result['codec']:5} {result['context']:6d} tokens"
         return (
-            f"{what}  ms of a step: {ms}\n  keys are rebuilt at {result['key_tflops']:.1f} TFLOP/s, "
-            f"{result['key_gb_per_s']:.0f} GB/s; values are read at "
+            f"{what}  ms of a step: {ms}\n  keys are rebuilt at {result['key_tflops']:.1f} "
+            f"TFLOP/s, {result['key_gb_per_s']:.0f} GB/s; values are read at "
             f"{result['value_gb_per_s']:.0f} GB/s"
         )
     name = result["method"] if "codec" not in result else f"dynakv {result['codec']}"
