@@ -16,7 +16,6 @@ import functools
 import itertools
 import pathlib
 import statistics
-import time
 from collections.abc import Iterator
 
 import jax
@@ -26,7 +25,6 @@ import numpy as np
 from kvjax.cache import KVCache, append, held_latents, plan, reserve_layer, store
 from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import spread_cache
-from kvjax.decoding.maintain import maintain
 from kvjax.dynakv.cached import as_stored, attend_step, in_blocks, latents
 from kvjax.dynakv.mask import prefix
 from kvjax.dynakv.projector import BLOCKS, HEAD_ROOM, Projector
@@ -236,20 +234,6 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
     return {name: ms * config.num_layers / len(few) for name, ms in found.items()}
 
 
-def maintenance(config: ModelConfig, recipe: Recipe, state: DecodeState, repeats: int) -> float:
-    """Milliseconds a step, of what moves tokens out of the recent window once a tick."""
-    rows = len(state.left)
-    state = dataclasses.replace(state, left=jnp.ones_like(state.left))  # rows that still run
-    raw = []
-    for _ in range(repeats + 1):  # the first compiles what decoding has not
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        state = maintain(state, np.ones(rows, bool), config=config, recipe=recipe, done=recipe.tick)
-        jax.block_until_ready(state)
-        raw.append(1000 * (time.perf_counter() - start) / recipe.tick)
-    return statistics.median(raw[1:])
-
-
 def sizes(config: ModelConfig, cache: KVCache) -> dict[str, float]:
     """What a step's attention reads and computes, of all rows and layers."""
     width, total = key_width(config), dict.fromkeys(("key_flops", "key_bytes", "value_bytes"), 0.0)
@@ -284,7 +268,7 @@ def results(
         fill = filled if codec is None else filled_with_latents
         found = timed(config, [(None, model)], recipe, rows, context, repeats, fill=fill)
         [state] = found.states
-        step_ms = statistics.median(found.raw_ms)
+        step_ms, upkeep_ms = statistics.median(found.raw_ms), found.upkeep_ms
         result = {
             "method": recipe.name,
             "batch": rows,
@@ -301,18 +285,16 @@ def results(
         else:
             result |= {"codec": codec, "blocks": blocks, "of_full": plain[context] / step_ms}
             result |= {"crowded": int(state.cache.crowded.sum())} | sizes(config, state.cache)
-            taken.append((result, recipe, state))
+            result["upkeep_ms"] = upkeep_ms
+            taken.append((result, state.cache))
         yield result
     while taken:
         yield taken_apart(config, *taken.pop(0), repeats)
 
 
-def taken_apart(
-    config: ModelConfig, result: dict, recipe: Recipe, state: DecodeState, repeats: int
-) -> dict:
-    """Where the time of a step goes, that took as long as the result says; donates the state."""
-    ms = parts(config, state.cache, repeats)
-    ms["maintenance"] = maintenance(config, recipe, state, repeats)
+def taken_apart(config: ModelConfig, result: dict, cache: KVCache, repeats: int) -> dict:
+    """Where the time of a step goes, that took as long as the result says."""
+    ms = parts(config, cache, repeats) | {"maintenance": result["upkeep_ms"]}
     ms["rest"] = result["step_ms"] - sum(ms[name] for name in _STEP_PARTS)
     same = {name: result[name] for name in ("method", "codec", "batch", "context")}
     return same | {
