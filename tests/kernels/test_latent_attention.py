@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import latent_attention
-from pallas_kernels.latent_attention import xla
+from pallas_kernels.latent_attention import triton, xla
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.triton import latent_attention_triton
 from tests.kernels.latents import Case, expected, problem
@@ -93,6 +93,15 @@ def test_a_model_in_bfloat16_is_multiplied_so(case):
     np.testing.assert_allclose(lse[there], sums[there], rtol=0, atol=2e-3)
     assert not np.any(out[~there])
     np.testing.assert_allclose(out, wanted, rtol=0, atol=4e-3)
+
+
+def test_sums_of_values_in_bfloat16_lose_nothing():
+    """A weight is two bfloat16 numbers, and a component is one: as exact as 16 bits."""
+    arguments, (_, live) = problem(Case(tokens=(40, 9), blocks=(1, 4), page=4, dtype="bfloat16"))
+    weights = np.random.default_rng(7).uniform(size=(2, 4, 64)) * np.stack(live)[:, None]
+    given = jnp.asarray(weights, jnp.float32), arguments["pools"], arguments["tables"], 32
+    found = triton.latent_sums(*given, interpret=True)
+    np.testing.assert_allclose(found, xla.latent_sums(*given), rtol=0, atol=1e-4)
 
 
 @implementations
