@@ -17,7 +17,7 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import jax
@@ -206,13 +206,15 @@ def timed(
     repeats: int,
     warm: int = 3,
     kernel: Implementation | None = None,
+    fill: Callable[..., DecodeState] = filled,
 ) -> Timed:
     """Time ``decode_chunk`` and the maintenance between chunks, over whole periods of it.
 
     Args:
         placed: groups of devices, each with the model and ``rows`` rows of its own.
-        kernel: what computes attention, as ``kvjax.generate`` has it.
         warm: periods before those that count: a command buffer is recorded in its second run.
+        kernel: what computes attention, as ``kvjax.generate`` has it.
+        fill: makes the state to begin with, as `filled` does.
     """
     tick = 16
     ticks = _period(recipe) // tick
@@ -221,7 +223,7 @@ def timed(
     states = []
     for mesh, _ in placed:
         with on(mesh):
-            states.append(filled(config, recipe, rows, context, steps, tp=shards(mesh)))
+            states.append(fill(config, recipe, rows, context, steps, tp=shards(mesh)))
     halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
     raw, upkeep = [], 0.0
     start = time.perf_counter()

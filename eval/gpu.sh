@@ -6,7 +6,7 @@ set -uo pipefail
 PYTHON=${PYTHON:-python3}
 OUT=$1
 shift
-PARTS=${*:-tests sanitizer kernels decode thinkv tam scale}
+PARTS=${*:-tests sanitizer kernels decode latents thinkv tam scale}
 mkdir -p "$OUT"
 failed=0
 
@@ -42,6 +42,7 @@ for part in $PARTS; do
                 --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
         done
         ;;
+    latents) bench latents 300 bench_latents --codecs bf16 int4 --out "$OUT/latents.json" ;;
     thinkv) bench thinkv 600 bench_thinkv --out "$OUT/thinkv_overhead.json" overhead --segments 2 ;;
     tam) bench tam 600 bench_tam --out "$OUT/tam_time.json" time ;;
     scale) # two GPUs
@@ -52,7 +53,7 @@ for part in $PARTS; do
         bench scale 600 bench_scale --out "$OUT/scale_train.json" train
         ;;
     *)
-        echo "no part $part: tests sanitizer kernels launches decode thinkv tam scale" >&2
+        echo "no part $part: tests sanitizer kernels launches decode latents thinkv tam scale" >&2
         exit 2
         ;;
     esac

@@ -1,6 +1,14 @@
 """The key-value cache: an immutable pytree of pages, block tables and lengths."""
 
-from kvjax.cache.cache import FreeList, KVCache, LayerCache, held, held_latents, init_cache
+from kvjax.cache.cache import (
+    FreeList,
+    KVCache,
+    LayerCache,
+    held,
+    held_blocks,
+    held_latents,
+    init_cache,
+)
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.plan import Plan, plan
 from kvjax.cache.reset import reset_rows
@@ -27,6 +35,7 @@ __all__ = [
     "compact",
     "evict",
     "held",
+    "held_blocks",
     "held_latents",
     "init_cache",
     "plan",

@@ -251,6 +251,30 @@ def held_latents(cache: KVCache) -> Int[Array, "B L 4"] | None:
     return jnp.stack([of_layer(layer) for layer in cache.layers], 1)
 
 
+def held_blocks(cache: KVCache) -> Int[Array, "B 3 L"] | None:
+    """What every row holds of each position, where there are latents; None elsewhere.
+
+    Returns:
+        Layers that hold the token and count it as recent no longer; and blocks of its keys, and of
+        its values, in these layers together.
+    """
+    if cache.layers[0].spectra is None:
+        return None
+    rows, span = len(cache.length), cache.layers[0].span
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    counts = jnp.zeros((rows, 3, span), jnp.int32)
+    for layer in cache.layers:
+        pool, table = layer.pools[1], layer.tables[1]
+        pos = pool.pos[table].reshape(rows, table.shape[1], -1)
+        side = jnp.arange(table.shape[1], dtype=jnp.int32) % 2 + 1
+        # Every token has the first block of its keys, which says as well that it is there.
+        place = jnp.concatenate([pos[:, 0], pos.reshape(rows, -1)], 1)
+        what = jnp.repeat(jnp.pad(side, (1, 0)), pos.shape[2])[None]
+        at = row, what, jnp.where(place < 0, span, place)
+        counts = counts.at[at].add(1, mode="drop")
+    return counts
+
+
 def held(cache: KVCache) -> tuple[Int[Array, "B L C"], Int[Array, "B L C"]]:
     """Live slots and owned pages of every row, over all KV heads, for every layer and class.
 

@@ -206,7 +206,7 @@ class Batch:
             flights: whose rows they are, of the output's.
         """
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
-        names = ("length", "slots", "pages", "crowded", "thoughts", "latents")
+        names = ("length", "slots", "pages", "crowded", "thoughts", "latents", "blocks")
         held = jax.tree.map(np.asarray, {name: getattr(output, name) for name in names})
         self._lap.mark(int(real.sum()))
         for i, flight in enumerate(flights):

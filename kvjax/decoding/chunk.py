@@ -13,6 +13,7 @@ from kvjax.cache import (
     LayerCache,
     append,
     held,
+    held_blocks,
     held_latents,
     put_rows,
     reserve,
@@ -65,6 +66,7 @@ class ChunkOutput:
         thoughts: the rows' thoughts, where they are told apart.
         latents: what each row holds in every layer, where there are latents: see
             ``kvjax.cache.held_latents``.
+        blocks: what it holds of each position, likewise: see ``kvjax.cache.held_blocks``.
     """
 
     tokens: Int[Array, "N B"]
@@ -76,6 +78,7 @@ class ChunkOutput:
     crowded: Int[Array, " B"]
     thoughts: Thoughts | None
     latents: Int[Array, "B L 4"] | None
+    blocks: Int[Array, "B 3 S"] | None
 
     @classmethod
     def of(cls, state: DecodeState, tokens, real) -> "ChunkOutput":
@@ -83,7 +86,8 @@ class ChunkOutput:
         # Numbers of their own: the cache's are in use again by the time that these are read.
         crowded, thoughts = jax.tree.map(lambda x: x + 0, (cache.crowded, cache.thoughts))
         of_heads = map(summed, held(cache))
-        counts = cache.length + 0, *of_heads, crowded, thoughts, held_latents(cache)
+        of_latents = held_latents(cache), held_blocks(cache)
+        counts = cache.length + 0, *of_heads, crowded, thoughts, *of_latents
         return cls(tokens, real, state.finite, *counts)
 
 

@@ -20,6 +20,9 @@ from kvjax.recipes import Recipe, as_dict
 from kvjax.sharding import shards
 from kvjax.thoughts import KINDS, Thoughts
 
+MOST_TOKENS = 4096
+"""Entries of ``kv.per_token`` at most."""
+
 
 class BytesLog:
     """What one row held after every chunk, as counted on the device."""
@@ -36,6 +39,7 @@ class BytesLog:
         self._slots = np.zeros(size, np.int64)
         self._most = np.zeros(size, np.int64)
         self._latents: np.ndarray | None = None
+        self._blocks: np.ndarray | None = None
         self.thoughts: list[Thoughts] = []
         self.bytes: list[int] = []
         self.lengths: list[int] = []
@@ -57,6 +61,7 @@ class BytesLog:
         crowded: np.ndarray,
         thoughts: Thoughts | None = None,
         latents: np.ndarray | None = None,
+        blocks: np.ndarray | None = None,
     ) -> None:
         """Note the slots that are live and the pages that are owned, for every layer and class.
 
@@ -66,12 +71,13 @@ class BytesLog:
             crowded: tokens that have found no slot.
             thoughts: where they are told apart.
             latents: of ``kvjax.cache.held_latents``.
+            blocks: of ``kvjax.cache.held_blocks``.
         """
         logical, self.crowded = int(length[row]), int(crowded[row])
-        slots, pages, thoughts, latents = jax.tree.map(
-            lambda leaf: leaf[row], (slots, pages, thoughts, latents)
+        slots, pages, thoughts, latents, blocks = jax.tree.map(
+            lambda leaf: leaf[row], (slots, pages, thoughts, latents, blocks)
         )
-        self.logical, self._slots, self._latents = logical, slots, latents
+        self.logical, self._slots, self._latents, self._blocks = logical, slots, latents, blocks
         self._most = np.maximum(self._most, slots)
         if thoughts is not None:
             self.thoughts.append(thoughts)
@@ -169,6 +175,7 @@ class BytesLog:
                 for layer, held in zip(shape.layers, self._per_layer(), strict=True)
             ],
             **self._rates(),
+            **self._per_token(),
         }
 
     def _per_layer(self) -> list[dict[str, Any]]:
@@ -194,6 +201,24 @@ class BytesLog:
         )
         rates = {"hard": (keys + values) / 2, "keys": keys, "values": values}
         return {"rates": rates | {"blocks": self._geometry.projector.blocks}}
+
+    def _per_token(self) -> dict[str, Any]:
+        """Shares of each token's components, over the layers that hold it as no longer recent.
+
+        A long row's are those of some neighbours together, so that the record stays small.
+        """
+        if self._blocks is None:
+            return {}
+        counts = self._blocks[:, : int(self._blocks[0].nonzero()[0].max(initial=-1)) + 1]
+        together = -(-counts.shape[1] // MOST_TOKENS) or 1
+        counts = np.pad(counts, ((0, 0), (0, -counts.shape[1] % together)))
+        layers, *sides = counts.reshape(3, -1, together).sum(-1)
+        every = layers * self._geometry.projector.blocks
+        keys, values = (
+            [round(int(x) / int(n), 4) if n else None for x, n in zip(side, every, strict=True)]
+            for side in sides
+        )
+        return {"per_token": {"tokens_each": together, "keys": keys, "values": values}}
 
 
 def _coded(layer: LayerGeometry) -> list[str]:

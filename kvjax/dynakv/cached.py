@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import LayerCache
+from kvjax.dynakv.mask import soft_mask
 from kvjax.dynakv.spectrum import LayerSpectra
 from kvjax.models.attention import NEG_INF, biased_attention, merge
 from kvjax.models.config import ModelConfig
@@ -35,11 +36,17 @@ def latents(
         dtype: of the result, the cache's.
     """
 
-    def kept(spectrum, x):
-        latent = spectrum.latent(x.reshape(*x.shape[:2], -1), spectrum.basis())
-        return spectrum.stored(latent, spectrum.mask(latent))
-
-    return jnp.stack([kept(spectra.keys, k), kept(spectra.values, v)], 2).astype(dtype)
+    pair = spectra.keys, spectra.values
+    made = [
+        spectrum.latent(x.reshape(*x.shape[:2], -1), spectrum.basis())
+        for spectrum, x in zip(pair, (k, v), strict=True)
+    ]
+    gated = spectra.keys.b is not None
+    seen = [(x.logits if gated else x.mask)(latent) for x, latent in zip(pair, made, strict=True)]
+    # Of keys and values together, which is half the launches of a step.
+    mask = jnp.stack(seen, 2)
+    mask = soft_mask(mask) if gated else mask
+    return spectra.keys.stored(jnp.stack(made, 2), mask).astype(dtype)
 
 
 def as_stored(

@@ -78,19 +78,23 @@ class Spectrum(nnx.Module):
         if self.b is None:
             rank = jnp.full(latent.shape[:2], self.rank, jnp.int32)
             return prefix(rank, latent.shape[-1]).astype(jnp.float32)
+        return soft_mask(self.logits(latent))
+
+    def logits(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+        """What the gate makes of each token's components."""
         logits = jnp.broadcast_to(self.b[...][None, None], latent.shape)
         if self.w is not None:
             seen = latent if self.settings.basis_learns_from_gate else jax.lax.stop_gradient(latent)
             logits = logits + jnp.matmul(seen, self.w[...], precision=_HIGHEST)
-        return soft_mask(logits)
+        return logits
 
-    def ranks(self, mask: Float[Array, "B T d"]) -> Int[Array, "B T"]:
+    def ranks(self, mask: Float[Array, "*B d"]) -> Int[Array, "*B"]:
         """Components that are stored of each token."""
         return rank_of(mask, self.settings.tau, self.settings.rank_multiple)
 
     def stored(
-        self, latent: Float[Array, "B T d"], mask: Float[Array, "B T d"]
-    ) -> Float[Array, "B T d"]:
+        self, latent: Float[Array, "*B d"], mask: Float[Array, "*B d"]
+    ) -> Float[Array, "*B d"]:
         """The components as a cache keeps them: those behind a token's rank are zero."""
         kept = prefix(self.ranks(mask), latent.shape[-1])
         value = latent * mask if self.settings.stored == "masked" else latent

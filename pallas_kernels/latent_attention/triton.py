@@ -3,29 +3,54 @@ sums.
 
 A program takes one block of one row and some of its slots. Keys are rebuilt, turned and multiplied
 by the queries in registers, one KV head after the other, and of a slot its logits alone are stored,
-which XLA adds up by position. Values are weighted as they lie. Nothing is gathered.
+at its position, so that XLA adds up blocks that lie alike. Values are weighted as they lie. Nothing
+is gathered.
+
+Queries in bfloat16 are multiplied with bases and keys in bfloat16, and latents in bfloat16 or codes
+as they are; sums are float32. Queries or latents in float32 stay as exact as that.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.einsum import tile_product
 from pallas_kernels.formats import PER_BYTE, middle
 from pallas_kernels.latent_attention.layout import Basis, Rotary, blocks_of
-from pallas_kernels.latent_attention.xla import attend_by_position, where
+from pallas_kernels.latent_attention.xla import attend_by_position
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages, beyond_offsets
 
-TILE = 32
-"""Slots that are read at once; a product takes 16 at least."""
-SHARE = 4
-"""Tiles of values that a program adds up."""
-CHUNK = 64
-"""Stored components that are multiplied at once: a block of recent latents has all of them."""
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How programs are cut.
+
+    Attributes:
+        tile: slots that are read at once; a product takes 16 at least.
+        num_warps: of a program.
+        num_stages: how far loads run ahead.
+        chunk: stored components that are multiplied at once, at most.
+    """
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    chunk: int
+
+
+LAUNCHES = {True: Launch(32, 4, 3, 64), False: Launch(128, 8, 3, 128)}
+"""Of keys, by whether products are as exact as float32."""
+VALUES = {True: Launch(32, 4, 3, 64), False: Launch(64, 4, 3, 128)}
+SHARE = 512
+"""Slots of values that a program adds up."""
+FEW = 128
+"""Slots of a row and block, as many or fewer, of which each KV head has a program of its own."""
+_COLUMNS = 16  # a product has that many at least
 _FORMATS = ("float", "int8", "int4", "int2")
 
 
@@ -69,8 +94,8 @@ def latent_attention_triton(
         keys,
         values,
         rotary,
-        add_logits=functools.partial(_add_logits, interpret=interpret),
-        weighted=functools.partial(_weighted, interpret=interpret),
+        logits_of=functools.partial(latent_logits, interpret=interpret),
+        sums_of=functools.partial(latent_sums, interpret=interpret),
         scale=scale,
         span=span,
         q_pos=q_pos,
@@ -79,59 +104,145 @@ def latent_attention_triton(
     )
 
 
-def _add_logits(logits, q, pool, table, keys: Basis, rotary: Rotary, *, interpret: bool):
-    rows, heads, _ = logits.shape
-    count = blocks_of(pool, table, len(keys.back))
-    slots = table.shape[2] * pool.page_size
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    given = {"q": q, "x": pool.k, "pos": pool.pos, "scale": pool.k_scale, "table": table}
-    given |= {"back": keys.back, "mean": keys.mean, "frequencies": rotary.frequencies}
-    given = {name: array for name, array in given.items() if array is not None}
-    found = pl.pallas_call(
-        functools.partial(
-            _block_logits, fmt=pool.k_format, factor=rotary.factor, interpret=interpret
-        ),
-        grid=(rows, count, pl.cdiv(slots, TILE)),
-        in_specs=[jax.tree.map(lambda _: whole, given)],
-        out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct((rows, count, heads, slots), jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=4),
-        interpret=interpret,
-        name="latent_logits",
-    )(given)
-    for block in range(count):
-        pos = pool.pos[table[:, 2 * block]].reshape(rows, slots)
-        # What is stored of slots without a token is nothing, and goes nowhere.
-        logits = logits.at[where(pos, logits)].add(
-            found[:, block].swapaxes(1, 2), mode="drop", unique_indices=True
-        )
-    return logits
+def latent_logits(
+    q: Float[Array, "B Hkv G D"],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    keys: Basis,
+    rotary: Rotary,
+    span: int,
+    *,
+    launch: Launch | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Hq L"], Bool[Array, "B L"]]:
+    """``q . k`` by position, in float32, and where a token is; elsewhere it may be anything.
+
+    Args:
+        launch: instead of what is best.
+    """
+    rows, kv_heads, group, _ = q.shape
+    width = len(keys.back)
+    counts = [blocks_of(pool, table, width) for pool, table in zip(pools, tables, strict=True)]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    angles = jnp.arange(span, dtype=jnp.float32)[:, None] * rotary.frequencies[None]
+    turn = {"cos": jnp.cos(angles) * rotary.factor, "sin": jnp.sin(angles) * rotary.factor}
+    size = (rows, sum(counts), kv_heads * group, span)
+    found = ()
+    for pool, table, start in zip(pools, tables, starts, strict=True):
+        exact = _exact(q, pool)
+        own = launch or LAUNCHES[exact]
+        slots = table.shape[2] * pool.page_size
+        each = 1 if slots <= FEW else kv_heads
+        tile = min(own.tile, max(16, pl.next_power_of_2(slots)))
+        dtype = jnp.float32 if exact else jnp.bfloat16
+        given = {"q": q.astype(dtype), "back": keys.back.astype(dtype), "mean": keys.mean, **turn}
+        given = _stored(pool, table) | {k: x for k, x in given.items() if x is not None}
+        found = pl.pallas_call(
+            functools.partial(
+                _block_logits,
+                fmt=pool.k_format,
+                first=start,
+                each=each,
+                launch=dataclasses.replace(own, tile=tile),
+                interpret=interpret,
+            ),
+            grid=(rows, blocks_of(pool, table, width), pl.cdiv(slots, tile) * (kv_heads // each)),
+            in_specs=_whole([*found, given]),
+            out_specs=_whole([0]),
+            out_shape=[jax.ShapeDtypeStruct(size, jnp.float32)],
+            input_output_aliases={i: i for i, _ in enumerate(found)},
+            compiler_params=plt.CompilerParams(num_warps=own.num_warps, num_stages=own.num_stages),
+            interpret=interpret,
+            name="latent_logits",
+        )(*found, given)
+    # Of a block that a token does not have, nothing was stored.
+    there = _there(pools, tables, counts, span)
+    logits = functools.reduce(
+        jnp.add, (jnp.where(there[:, i, None], found[0][:, i], 0.0) for i in range(sum(counts)))
+    )
+    return logits, functools.reduce(jnp.logical_or, (there[:, start] for start in starts))
 
 
-def _weighted(weights, pool, table, width: int, *, interpret: bool):
+def _there(pools, tables, counts, span: int) -> Bool[Array, "B N L"]:
+    """Which blocks of keys, of all pools, the tokens have, by position."""
+    rows, block, place, begin = len(tables[0]), [], [], 0
+    for pool, table, count in zip(pools, tables, counts, strict=True):
+        pos = pool.pos[table[:, ::2]].reshape(rows, count, -1)
+        # Free slots get one apiece that is not there.
+        free = span + jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None]
+        place.append(jnp.where(pos < 0, free, pos).reshape(rows, -1))
+        block.append(jnp.repeat(begin + jnp.arange(count, dtype=jnp.int32), pos.shape[2]))
+        begin += count
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    at = row, jnp.concatenate(block)[None], jnp.concatenate(place, 1)
+    return jnp.zeros((rows, begin, span), bool).at[at].set(True, mode="drop")
+
+
+def latent_sums(
+    weights: Float[Array, "B Hq L"],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    width: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B Hq d"]:
+    """Components of values, summed by weights by position, in float32."""
     rows, heads, _ = weights.shape
-    count = blocks_of(pool, table, width)
-    shares = pl.cdiv(table.shape[2] * pool.page_size, TILE * SHARE)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    given = {"x": pool.k, "pos": pool.pos, "scale": pool.k_scale, "table": table}
-    given = {name: array for name, array in given.items() if array is not None}
-    found = pl.pallas_call(
-        functools.partial(_block_sums, fmt=pool.k_format, interpret=interpret),
-        grid=(rows, count * pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2])), shares),
-        in_specs=[jax.tree.map(lambda _: whole, given | {"weights": weights})],
-        out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct((rows, count, shares, width // count, heads), jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=4),
-        interpret=interpret,
-        name="latent_values",
-    )(given | {"weights": weights})
-    return found.sum(2).reshape(rows, width, heads).swapaxes(1, 2)
+    shares = [pl.cdiv(table.shape[2] * pool.page_size, SHARE)
+              for pool, table in zip(pools, tables, strict=True)]  # fmt: skip
+    found = ()
+    for index, (pool, table) in enumerate(zip(pools, tables, strict=True)):
+        exact = _exact(None, pool)
+        launch = VALUES[exact]
+        given = _stored(pool, table) | {"weights": weights}
+        parts = pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2], launch))
+        found = pl.pallas_call(
+            functools.partial(
+                _block_sums,
+                fmt=pool.k_format,
+                first=sum(shares[:index]),
+                launch=launch,
+                exact=exact,
+                interpret=interpret,
+            ),
+            grid=(rows, blocks_of(pool, table, width) * parts, shares[index]),
+            in_specs=_whole([*found, given]),
+            out_specs=_whole([0]),
+            out_shape=[jax.ShapeDtypeStruct((rows, sum(shares), heads, width), jnp.float32)],
+            input_output_aliases={i: i for i, _ in enumerate(found)},
+            compiler_params=plt.CompilerParams(
+                num_warps=launch.num_warps, num_stages=launch.num_stages
+            ),
+            interpret=interpret,
+            name="latent_values",
+        )(*found, given)
+    return found[0].sum(1)
 
 
-def _slots(given, row, line, first):
+def _whole(tree):
+    """Arrays as they are, of which programs take what they want."""
+    return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), tree)
+
+
+def _exact(q: Array | None, pool: KVPages) -> bool:
+    """Whether products have to be as exact as float32."""
+    return (q is not None and q.dtype != jnp.bfloat16) or pool.k.dtype == jnp.float32
+
+
+def _product(a, b, exact: bool, interpret: bool):
+    return tile_product(a, b, interpret) if exact else plt.dot(a, b)
+
+
+def _stored(pool: KVPages, table: Int[Array, "B N P"]) -> dict[str, Array]:
+    """What a kernel reads of a pool."""
+    given = {"x": pool.k, "pos": pool.pos, "table": table}
+    return given if pool.k_scale is None else given | {"scale": pool.k_scale}
+
+
+def _slots(given, row, line, first, tile: int):
     """Page, slot and position of a tile's slots; the scratch page, and -1, where there is none."""
     page = given["x"].shape[1]
-    at = first + jnp.arange(TILE)
+    at = first + jnp.arange(tile)
     inside = at < given["table"].shape[2] * page
     pages = plt.load(given["table"].at[row, line, at // page], mask=inside, other=SCRATCH_PAGE)
     live = pages != SCRATCH_PAGE
@@ -139,112 +250,174 @@ def _slots(given, row, line, first):
     return pages, at % page, pos
 
 
-def _chunk(stored: int) -> int:
-    return min(CHUNK, max(16, pl.next_power_of_2(stored)))
+def _chunk(stored: int, launch: Launch) -> int:
+    return min(launch.chunk, max(16, pl.next_power_of_2(stored)))
 
 
-def _components(given, pages, slots, pos, first, plane, fmt):
-    """A tile [slots, components] of a block: of one plane, from stored component ``first`` on."""
+def _load(ref, *masks):
+    """A tile where all masks hold, zero elsewhere; a mask of None holds everywhere."""
+    masks = [mask for mask in masks if mask is not None]
+    if not masks:
+        return plt.load(ref)
+    mask = functools.reduce(jnp.logical_and, masks)
+    return plt.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0)
+
+
+def _below(index, limit: int, size: int):
+    """Where ``index``, of which there are ``size``, is below the limit; None: everywhere."""
+    return None if limit % size == 0 else index < limit
+
+
+def _components(given, at, first, plane, fmt, chunk, dtype):
+    """A tile [slots, components] of a block, before its scale: of one plane, from ``first`` on."""
+    pages, slots, pos = at
     stored = given["x"].shape[2]
-    channels = first + jnp.arange(_chunk(stored))
-    there = (pos >= 0)[:, None] & (channels < stored)[None]
-    at = given["x"].at[pages[:, None], slots[:, None], channels[None]]
-    tile = plt.load(at, mask=there, other=0)
+    channels = first + jnp.arange(chunk)
+    real = _below(channels, stored, chunk)
+    real = None if real is None else real[None]
+    live = (pos >= 0)[:, None]
+    tile = _load(given["x"].at[pages[:, None], slots[:, None], channels[None]], live, real)
     if fmt == "float":
-        return tile.astype(jnp.float32)
-    scale = plt.load(given["scale"].at[pages, slots, 0 * slots], mask=pos >= 0, other=0)
+        return tile.astype(dtype)
     bits = 8 // PER_BYTE[fmt]
     code = (tile >> (bits * plane)) & (2**bits - 1)
-    number = (code.astype(jnp.float32) - middle(fmt)) * scale.astype(jnp.float32)[:, None]
-    return jnp.where(there, number, 0.0)
+    there = live if real is None else live & real
+    return jnp.where(there, code.astype(jnp.float32) - middle(fmt), 0.0).astype(dtype)
 
 
-def _block_logits(given, out, *, fmt, factor, interpret):
-    row, block, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * TILE
-    pages, slots, pos = _slots(given, row, 2 * block, first)
+def _scale(given, at):
+    """The scale of each slot, or None."""
+    pages, slots, pos = at
+    if "scale" not in given:
+        return None
+    where = given["scale"].at[pages, slots, 0 * slots]
+    return plt.load(where, mask=pos >= 0, other=0).astype(jnp.float32)
+
+
+def _block_logits(*refs, fmt, first, each, launch, interpret):
+    given, out = refs[-2:]
+    row, block = pl.program_id(0), pl.program_id(1)
     _, kv_heads, group, dim = given["q"].shape
+    parts = kv_heads // each
+    tile, heads = pl.program_id(2) // parts, pl.program_id(2) % parts * each
+    at = pages, _, pos = _slots(given, row, 2 * block, tile * launch.tile, launch.tile)
     half, wide = dim // 2, max(16, pl.next_power_of_2(dim // 2))
-    channels = jnp.arange(wide)
-    there, at = channels < half, first + jnp.arange(TILE)
-    inside = at < out.shape[3]
+    channels, members = jnp.arange(wide), jnp.arange(_columns(group))
+    real, member = _below(channels, half, wide), members < group
+    row_real = None if real is None else real[None]
+    column_real = None if real is None else real[:, None]
+    dtype = given["q"].dtype
+    exact = dtype == jnp.float32
 
     @pl.when(pages.max() != SCRATCH_PAGE)
     def _():
         stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
-        turn = plt.load(given["frequencies"].at[channels], mask=there, other=0)
-        angles = pos.astype(jnp.float32)[:, None] * turn[None]
-        cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        chunk = _chunk(stored, launch)
+        live = pos >= 0
+        # No two slots have one place, or the interpreter would store one's over the other's.
+        place = jnp.where(live, pos, out.shape[3])
+        scale = _scale(given, at)
+        cos, sin = (
+            _load(given[name].at[pos[:, None], channels[None]], live[:, None], row_real)
+            for name in ("cos", "sin")
+        )
 
-        def of_head(head, _):
+        def tiles(i):
+            return [
+                _components(given, at, i * chunk, plane, fmt, chunk, dtype)
+                for plane in range(planes)
+            ]
+
+        alone = tiles(0) if stored <= chunk else None  # once for all heads
+
+        def of_head(head, nothing_else):
             def add(i, halves):
                 """Both halves of the head's channels, as far as these components go."""
-                chunk = i * _chunk(stored) + jnp.arange(_chunk(stored))
-                for plane in range(planes):
-                    tile = _components(given, pages, slots, pos, i * _chunk(stored), plane, fmt)
-                    line = (block * planes + plane) * stored + chunk
-                    real = (chunk < stored)[:, None] & there[None]
+                components = i * chunk + jnp.arange(chunk)
+                known = _below(components, stored, chunk)
+                known = None if known is None else known[:, None]
+                for plane, x in enumerate(alone or tiles(i)):
+                    line = (block * planes + plane) * stored + components
                     back = (
-                        plt.load(
+                        _load(
                             given["back"].at[line[:, None], (head * dim + start + channels)[None]],
-                            mask=real,
-                            other=0,
+                            known,
+                            row_real,
                         )
                         for start in (0, half)
                     )
                     halves = tuple(
-                        total + tile_product(tile, own, interpret)
+                        total + _product(x, own, exact, interpret)
                         for total, own in zip(halves, back, strict=True)
                     )
                 return halves
 
-            nothing = (jnp.zeros((TILE, wide), jnp.float32),) * 2
-            low, high = jax.lax.fori_loop(0, pl.cdiv(stored, _chunk(stored)), add, nothing)
+            nothing = (jnp.zeros((launch.tile, wide), jnp.float32),) * 2
+            if alone:
+                low, high = add(0, nothing)
+            else:
+                low, high = jax.lax.fori_loop(0, pl.cdiv(stored, chunk), add, nothing)
+            if scale is not None:
+                low, high = low * scale[:, None], high * scale[:, None]
             if "mean" in given:  # once a token: with its first block
                 mean = (
-                    plt.load(given["mean"].at[head * dim + start + channels], mask=there, other=0)
+                    _load(given["mean"].at[head * dim + start + channels], real)
                     for start in (0, half)
                 )
                 low, high = (
                     x + jnp.where(block == 0, own, 0.0)[None]
                     for x, own in zip((low, high), mean, strict=True)
                 )
-            low, high = low * cos - high * sin, high * cos + low * sin
-            for member in range(group):
-                dots = jnp.zeros(TILE, jnp.float32)
-                for start, key in ((0, low), (half, high)):
-                    at_q = given["q"].at[row, head, member, start + channels]
-                    dots += (key * plt.load(at_q, mask=there, other=0)[None]).sum(1)
-                to = out.at[row, block, head * group + member, at]
-                plt.store(to, dots, mask=inside)
-            return 0
+            turned = low * cos - high * sin, high * cos + low * sin
+            dots = jnp.zeros((launch.tile, _columns(group)), jnp.float32)
+            for start, key in zip((0, half), turned, strict=True):
+                at_q = given["q"].at[row, head, members[None], (start + channels)[:, None]]
+                query = _load(at_q, member[None], column_real)
+                dots += _product(key.astype(dtype), query, exact, interpret)
+            to = out.at[row, first + block, (head * group + members)[None], place[:, None]]
+            plt.store(to, dots, mask=live[:, None] & member[None])
+            return nothing_else
 
-        jax.lax.fori_loop(0, kv_heads, of_head, 0)
+        jax.lax.fori_loop(heads, heads + each, of_head, 0)
 
 
-def _block_sums(given, out, *, fmt, interpret):
+def _columns(count: int) -> int:
+    return max(_COLUMNS, pl.next_power_of_2(count))
+
+
+def _block_sums(*refs, fmt, first, launch, exact, interpret):
+    given, out = refs[-2:]
     row, part, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
-    chunks, width = pl.cdiv(stored, _chunk(stored)), _chunk(stored)
-    block, first = part // chunks, part % chunks * width
+    width = _chunk(stored, launch)
+    chunks = pl.cdiv(stored, width)
+    block, begin = part // chunks, part % chunks * width
     heads = given["weights"].shape[1]
-    wide = max(16, pl.next_power_of_2(heads))
-    columns = jnp.arange(wide)
+    lines = jnp.arange(_columns(heads))
+    real = (lines < heads)[:, None]
+    dtype = jnp.float32 if exact else jnp.bfloat16
 
     def add(i, sums):
-        pages, slots, pos = _slots(given, row, 2 * block + 1, (share * SHARE + i) * TILE)
-        live = (pos >= 0)[:, None] & (columns < heads)[None]
-        at = given["weights"].at[row, columns[None], pos[:, None]]
-        weights = plt.load(at, mask=live, other=0)
-        return tuple(
-            total
-            + tile_product(
-                _components(given, pages, slots, pos, first, plane, fmt).T, weights, interpret
-            )
-            for plane, total in enumerate(sums)
+        at = _, _, pos = _slots(
+            given, row, 2 * block + 1, share * SHARE + i * launch.tile, launch.tile
         )
+        where = given["weights"].at[row, lines[:, None], pos[None]]
+        weights = plt.load(where, mask=real & (pos >= 0)[None], other=0)
+        scale = _scale(given, at)
+        weights = weights if scale is None else weights * scale[None]
+        top = weights.astype(dtype)
+        rest = (weights - top.astype(jnp.float32)).astype(dtype)  # as exact as both together
+        added = []
+        for plane, total in enumerate(sums):
+            x = _components(given, at, begin, plane, fmt, width, dtype)
+            total += _product(top, x, exact, interpret)
+            added.append(total if exact else total + _product(rest, x, exact, interpret))
+        return tuple(added)
 
-    nothing = (jnp.zeros((width, wide), jnp.float32),) * planes
-    channels = first + jnp.arange(width)
-    for plane, total in enumerate(jax.lax.fori_loop(0, SHARE, add, nothing)):
-        to = out.at[row, block, share, (plane * stored + channels)[:, None], columns[None]]
-        plt.store(to, total, mask=(channels < stored)[:, None] & (columns < heads)[None])
+    nothing = (jnp.zeros((_columns(heads), width), jnp.float32),) * planes
+    components = begin + jnp.arange(width)
+    steps = SHARE // launch.tile
+    for plane, total in enumerate(jax.lax.fori_loop(0, steps, add, nothing)):
+        column = (block * planes + plane) * stored + components
+        to = out.at[row, first + share, lines[:, None], column[None]]
+        plt.store(to, total, mask=real & (components < stored)[None])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.latent_attention.layout import Basis, Rotary, blocks_of
@@ -40,7 +40,7 @@ def latent_attention_xla(
     """See ``pallas_kernels.latent_attention``."""
     given = {"scale": scale, "span": span, "q_pos": q_pos, "window": window, "sinks": sinks}
     arguments = q, pools, tables, keys, values, rotary
-    return attend_by_position(*arguments, add_logits=_add_logits, weighted=_weighted, **given)
+    return attend_by_position(*arguments, logits_of=latent_logits, sums_of=latent_sums, **given)
 
 
 def attend_by_position(
@@ -51,8 +51,8 @@ def attend_by_position(
     values: Basis,
     rotary: Rotary,
     *,
-    add_logits: Callable[..., Array],
-    weighted: Callable[..., Array],
+    logits_of: Callable[..., tuple[Array, Array]],
+    sums_of: Callable[..., Array],
     scale: float,
     span: int,
     q_pos: Int[Array, " B"] | None,
@@ -62,25 +62,18 @@ def attend_by_position(
     """What both backends do around reading a pool.
 
     Args:
-        add_logits: adds ``q . k`` of a pool's blocks to logits by position, float32 [B, Hq, span].
-        weighted: sums a pool's components of values by weights by position: float32 [B, Hq, d].
+        logits_of: what `latent_logits` is here.
+        sums_of: what `latent_sums` is here.
     """
     rows, heads, dim = q.shape
     width = len(keys.back)
-    grouped = q.astype(jnp.float32).reshape(rows, width // dim, -1, dim)
-
-    logits = jnp.zeros((rows, heads, span), jnp.float32)
-    live = jnp.zeros((rows, span), bool)
-    for pool, table in zip(pools, tables, strict=True):
-        logits = add_logits(logits, grouped, pool, table, keys, rotary)
-        live = _mark(live, pool.pos[table[:, 0]].reshape(rows, -1))
+    grouped = q.reshape(rows, width // dim, -1, dim)
+    logits, live = logits_of(grouped, pools, tables, keys, rotary, span)
     if window is not None:
         live &= q_pos[:, None] - jnp.arange(span, dtype=jnp.int32)[None] < window
     weights, lse = _softmax(logits * scale, live[:, None], sinks)
 
-    sums = jnp.zeros((rows, heads, width), jnp.float32)
-    for pool, table in zip(pools, tables, strict=True):
-        sums += weighted(weights, pool, table, width)
+    sums = sums_of(weights, pools, tables, width)
     sums = sums.reshape(*grouped.shape[:3], width)
     back = values.back.reshape(width, -1, dim)
     out = einsum_float32("bhgd,dhe->bhge", sums, back).reshape(q.shape)
@@ -88,6 +81,37 @@ def attend_by_position(
         mean = jnp.repeat(values.mean.reshape(-1, dim), heads // (width // dim), 0)
         out += weights.sum(-1, keepdims=True) * mean[None]
     return out, lse
+
+
+def latent_logits(
+    q: Float[Array, "B Hkv G D"],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    keys: Basis,
+    rotary: Rotary,
+    span: int,
+) -> tuple[Float[Array, "B Hq L"], Bool[Array, "B L"]]:
+    """``q . k`` by position, in float32, and where a token is; elsewhere it may be anything."""
+    rows, kv_heads, group, _ = q.shape
+    logits = jnp.zeros((rows, kv_heads * group, span), jnp.float32)
+    live = jnp.zeros((rows, span), bool)
+    for pool, table in zip(pools, tables, strict=True):
+        logits = _add_logits(logits, q.astype(jnp.float32), pool, table, keys, rotary)
+        live = _mark(live, pool.pos[table[:, 0]].reshape(rows, -1))
+    return logits, live
+
+
+def latent_sums(
+    weights: Float[Array, "B Hq L"],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    width: int,
+) -> Float[Array, "B Hq d"]:
+    """Components of values, summed by weights by position, in float32."""
+    sums = jnp.zeros((*weights.shape[:2], width), jnp.float32)
+    for pool, table in zip(pools, tables, strict=True):
+        sums += _weighted(weights, pool, table, width)
+    return sums
 
 
 def _read(pool: KVPages, pages: Int[Array, "B P"]) -> tuple[Array, Array]:
@@ -130,14 +154,14 @@ def _add_logits(logits, q, pool, table, keys: Basis, rotary: Rotary):
         first, second = jnp.split(k.reshape(*pos.shape, q.shape[1], -1), 2, -1)
         k = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
         dots = einsum_float32("bhgd,bshd->bhgs", q, k).reshape(*logits.shape[:2], -1)
-        return logits.at[where(pos, logits)].add(
+        return logits.at[_where(pos, logits)].add(
             dots.swapaxes(1, 2), mode="drop", unique_indices=True
         )
 
     return _over_pages(table, pool.page_size, visit, logits, side=0, count=count)
 
 
-def where(pos: Int[Array, "B S"], by_position: Float[Array, "B H L"]):
+def _where(pos: Int[Array, "B S"], by_position: Float[Array, "B H L"]):
     """Index of the slots' positions; free slots get one apiece that is not there."""
     rows, _, span = by_position.shape
     free = span + jnp.arange(pos.shape[1], dtype=jnp.int32)[None]

@@ -9,6 +9,8 @@ import pytest
 
 import kvjax
 from kvjax.cache import held_latents
+from kvjax.decoding import report
+from kvjax.decoding.report import BytesLog
 from kvjax.dynakv import cached
 from kvjax.dynakv.adapter import Adapter, save_adapter
 from kvjax.errors import UsageError
@@ -223,6 +225,44 @@ def test_answers_and_what_is_reported_of_them(plain):
         np.testing.assert_allclose((rates["keys"], rates["values"]), np.mean(each, 0))
         assert rates["hard"] == (rates["keys"] + rates["values"]) / 2
         assert kv["bytes"]["total_live"] < kv["bytes"]["pool_allocated"]
+        each = kv["per_token"]
+        left = len(each["keys"])
+        assert each["tokens_each"] == 1 and left >= read - recipe.window - recipe.tick
+        for side, name in enumerate(("keys", "values")):
+            exact = hard[:, side, 0, :left].mean(0)
+            np.testing.assert_allclose(each[name], exact, atol=1e-4)
+            np.testing.assert_allclose(np.mean(each[name]), rates[name], atol=1e-4)
+
+
+def test_tokens_that_are_gone_and_rows_that_are_long(plain, monkeypatch):
+    """Nothing is said of a token that no layer holds; neighbours are taken together."""
+    shape = planned(plain.lm, plain.recipe).geometry
+    blocks = np.zeros((1, 3, 9), np.int32)
+    blocks[0, :, [0, 1, 3, 4, 6]] = [[2, 3, 8], [2, 2, 2], [1, 4, 1], [2, 8, 8], [1, 1, 1]]
+    found = _of_tokens(shape, blocks)
+    assert found == {
+        "tokens_each": 1,
+        "keys": [0.375, 0.25, None, 1.0, 1.0, None, 0.25],
+        "values": [1.0, 0.25, None, 0.25, 1.0, None, 0.25],
+    }
+    monkeypatch.setattr(report, "MOST_TOKENS", 4)
+    found = _of_tokens(shape, blocks)
+    assert (found["tokens_each"], found["keys"]) == (2, [0.3125, 1.0, 1.0, 0.25])
+    assert _of_tokens(shape, blocks[..., 7:])["keys"] == []
+
+
+def _of_tokens(shape, blocks):
+    log = BytesLog(shape)
+    log.add(
+        0,
+        length=np.array([9]),
+        slots=np.zeros((1, 2, 2), np.int32),
+        pages=np.zeros((1, 2, 2), np.int32),
+        crowded=np.zeros(1, np.int32),
+        latents=np.zeros((1, 2, 4), np.int32),
+        blocks=blocks,
+    )
+    return log.as_dict()["per_token"]
 
 
 def test_another_models_adapter_is_refused(tmp_path):

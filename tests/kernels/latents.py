@@ -10,12 +10,16 @@ from pallas_kernels.formats import pack
 from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.uniform import encode_uniform
 
-_MIDDLE = {"int8": 128.0, "int4": 8.0}
+_MIDDLE = {"int8": 128.0, "int4": 8.0, "int2": 1.5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes: tokens of each row, blocks of each pool, and how many of the tokens are in each."""
+    """Shapes: tokens of each row, blocks of each pool, and how many of the tokens are in each.
+
+    Attributes:
+        dtype: of queries, and of latents that are no codes.
+    """
 
     tokens: tuple[int, ...] = (37, 0, 12)
     blocks: tuple[int, ...] = (1, 4)
@@ -27,6 +31,7 @@ class Case:
     fmt: str = "float"
     mean: bool = False
     seed: int = 0
+    dtype: str = "float32"
 
     @property
     def width(self) -> int:
@@ -66,7 +71,7 @@ def problem(case: Case, poison: float = np.nan) -> tuple[dict, tuple]:
         tables.append(store.tables())
     frequencies = 1.0 / 100.0 ** (np.arange(case.dim // 2) / (case.dim // 2))
     arguments = {
-        "q": jnp.asarray(rng.standard_normal((rows, case.heads, case.dim)), jnp.float32),
+        "q": jnp.asarray(rng.standard_normal((rows, case.heads, case.dim)), case.dtype),
         "pools": tuple(pools),
         "tables": tuple(tables),
         "keys": keys,
@@ -110,14 +115,14 @@ class _Store:
     def pool(self) -> tuple[KVPages, np.ndarray]:
         """The pool, and what its slots say."""
         fmt, there = self._case.fmt, (self._pos >= 0)[..., None]
-        k, scale = jnp.asarray(self._x, jnp.float32), None
-        numbers = np.asarray(k)
+        k, scale = jnp.asarray(self._x, self._case.dtype), None
+        numbers = np.asarray(k.astype(jnp.float32))
         if fmt != "float":
-            (codes,), scale = encode_uniform([jnp.where(there, k, 0)], fmt)
+            (codes,), scale = encode_uniform([jnp.where(there, k, 0).astype(jnp.float32)], fmt)
             numbers = (np.asarray(codes, np.float32) - _MIDDLE[fmt]) * np.asarray(scale, np.float32)
             k = pack(codes, fmt, -1)
             scale = jnp.where(there, scale, jnp.float16(jnp.nan))
-        v = jnp.zeros((len(self._x), 0, self._case.page), jnp.float32)
+        v = jnp.zeros((len(self._x), 0, self._case.page), self._case.dtype)
         return KVPages(k, v, None, jnp.asarray(self._pos), scale, k_format=fmt), numbers
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import latent_attention
-from pallas_kernels.latent_attention import xla
+from pallas_kernels.latent_attention import triton, xla
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.triton import latent_attention_triton
 from tests.kernels.latents import Case, expected, problem
@@ -62,6 +62,46 @@ def test_it_is_attention_to_what_is_rebuilt(name, case):
     arguments, dense = problem(case)
     found = IMPLEMENTATIONS[name](**arguments, scale=SCALE, span=case.span)
     close(found, expected(case, arguments, dense, scale=SCALE))
+
+
+BFLOAT16 = [
+    Case(tokens=(150, 0, 300), span=512, page=16, dim=32, blocks=(1, 4), dtype="bfloat16", seed=5),
+    Case(tokens=(150,), span=256, blocks=(4,), dim=32, fmt="int8", mean=True, dtype="bfloat16"),
+    Case(tokens=(40, 9), blocks=(4,), fmt="int4", page=4, dtype="bfloat16", seed=6),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [BFLOAT16[0], *(pytest.param(case, marks=pytest.mark.slow) for case in BFLOAT16[1:])],
+    ids=["plain", "int8 and means", "int4"],
+)
+def test_a_model_in_bfloat16_is_multiplied_so(case):
+    """Off by what rounding bases and keys takes, and by nothing else."""
+    arguments, dense = problem(case)
+    # These are rounded already; what is left is the turned keys' rounding, 2^-9 of each channel.
+    bases = {
+        name: dataclasses.replace(
+            arguments[name], back=arguments[name].back.astype(jnp.bfloat16).astype(jnp.float32)
+        )
+        for name in ("keys", "values")
+    }
+    arguments |= bases
+    out, lse = IMPLEMENTATIONS["triton"](**arguments, scale=0.05, span=case.span)
+    wanted, sums = expected(case, arguments, dense, scale=0.05)
+    there = np.asarray(case.tokens) > 0
+    np.testing.assert_allclose(lse[there], sums[there], rtol=0, atol=2e-3)
+    assert not np.any(out[~there])
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=4e-3)
+
+
+def test_sums_of_values_in_bfloat16_lose_nothing():
+    """A weight is two bfloat16 numbers, and a component is one: as exact as 16 bits."""
+    arguments, (_, live) = problem(Case(tokens=(40, 9), blocks=(1, 4), page=4, dtype="bfloat16"))
+    weights = np.random.default_rng(7).uniform(size=(2, 4, 64)) * np.stack(live)[:, None]
+    given = jnp.asarray(weights, jnp.float32), arguments["pools"], arguments["tables"], 32
+    found = triton.latent_sums(*given, interpret=True)
+    np.testing.assert_allclose(found, xla.latent_sums(*given), rtol=0, atol=1e-4)
 
 
 @implementations
