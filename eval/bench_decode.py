@@ -28,20 +28,17 @@ from jax.sharding import Mesh
 
 from kvjax import recipes
 from kvjax.cache import KVCache, held, plan
-from kvjax.cache.pages import take_pages
-from kvjax.cache.slots import replace_class
 from kvjax.decoding.chunk import DecodeState, decode_chunk
-from kvjax.decoding.empty import spread_cache
 from kvjax.decoding.maintain import maintain
 from kvjax.eval import gathered
+from kvjax.eval.filled import PROMPT, filled
 from kvjax.eval.record import run_record, write_json
 from kvjax.memory import device_memory, memory_in_use
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
-from kvjax.sharding import on, per_shard, shards
+from kvjax.sharding import on, shards
 from kvjax.thoughts import Sparsity
-from pallas_kernels import SCRATCH_PAGE
 from pallas_kernels.paged_attention.api import Implementation
 
 GATHERED = "rkv-gathered"
@@ -85,100 +82,6 @@ def method_of(name: str, budget: int) -> Recipe:
     return recipes.thinkv(budget, segmenter=Sparsity((3, 11, 19, 27), (0.3, 0.6)))
 
 
-def held_tokens(recipe: Recipe, context: int, prompt: int) -> list[int]:
-    """Tokens of a KV head in each coded class, in the steady state."""
-    if recipe.retention is not None:  # a third of the thoughts are transitions, say
-        return [prompt, recipe.budget * 2 // 3 + 64, recipe.budget // 3]
-    kept = context if recipe.budget is None else recipe.budget
-    return [kept - recipe.window]
-
-
-def filled(
-    config: ModelConfig,
-    recipe: Recipe,
-    rows: int,
-    context: int,
-    steps: int,
-    held: list[int] | None = None,
-    tp: int = 1,
-) -> DecodeState:
-    """Every row at ``context`` tokens, those that are left of them with random keys and values, and
-    room for as many steps.
-
-    Args:
-        tp: devices of the mesh that this is called on; each has its heads' pages.
-        held: tokens of a KV head in each coded class; what the recipe's budget leaves if None.
-    """
-    prompt = 64
-    planned = plan(
-        config,
-        recipe,
-        batch_size=rows,
-        prompt_tokens=prompt,
-        max_new_tokens=context - prompt + steps,
-        dtype=jnp.bfloat16,
-        parameter_bytes=0,
-        tp=tp,
-    )
-    # The first class has a slot for each position modulo its capacity.
-    recent = context if recipe.keeps_all else recipe.window
-    others = [] if recipe.keeps_all else held or held_tokens(recipe, context, prompt)
-
-    # Kept though their numbers are not read: what is dropped is not given up either.
-    @functools.partial(jax.jit, donate_argnames="layer", keep_unused=True)
-    @per_shard
-    def fill(layer, key):
-        for index, count in enumerate((recent, *others)):
-            pool, table, free = layer.pools[index], layer.tables[index], layer.free[index]
-            pages = table.shape[2] if index == 0 else -(-count // pool.page_size)
-            wanted = jnp.full(table.shape[:2], pages, jnp.int32)
-            table, free = take_pages(free, table, wanted)
-            key, *keys = jax.random.split(key, 3)
-            k, v = (_random(x, like) for x, like in zip(keys, (pool.k, pool.v), strict=True))
-            slot = jnp.arange(table.shape[2] * pool.page_size, dtype=jnp.int32)
-            slot = slot.reshape(1, 1, table.shape[2], pool.page_size)
-            pos = slot
-            if index == 0:  # the last ``count`` positions
-                size = slot.size
-                pos = context - 1 - (context - 1 - slot) % size
-                live = pos >= context - count
-            else:
-                live = slot < count
-            live &= (table != SCRATCH_PAGE)[..., None]
-            pool = dataclasses.replace(
-                pool,
-                k=k,
-                v=v,
-                bias=pool.bias.at[table].set(jnp.where(live, 0.0, -jnp.inf)),
-                pos=pool.pos.at[table].set(jnp.where(live, pos, -1)),
-                k_scale=None if pool.k_scale is None else jnp.full_like(pool.k_scale, 0.1),
-                v_scale=None if pool.v_scale is None else jnp.full_like(pool.v_scale, 0.1),
-                level=None if pool.level is None else jnp.full_like(pool.level, 5),
-            )
-            layer = replace_class(layer, index, pools=pool, tables=table, free=free)
-        return layer
-
-    cache = spread_cache(None, geometry=planned.geometry)
-    keys = jax.random.split(jax.random.key(1), config.num_layers)
-    layers = tuple(fill(layer, key) for layer, key in zip(cache.layers, keys, strict=True))
-    length = jnp.full(rows, context, jnp.int32)
-    cache = dataclasses.replace(
-        cache,
-        layers=layers,
-        length=length,
-        prompt=jnp.full(rows, prompt, jnp.int32),
-        stored=length - recent,
-    )
-    tokens, left = jnp.zeros(rows, jnp.int32), jnp.full(rows, steps, jnp.int32)
-    return DecodeState(cache, tokens, left, jnp.ones(rows, bool))
-
-
-def _random(key, like):
-    if jnp.issubdtype(like.dtype, jnp.floating):
-        return jax.random.normal(key, like.shape, like.dtype)
-    return jax.random.bits(key, like.shape, like.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Timed:
     """What a run of whole periods took.
@@ -219,7 +122,9 @@ def timed(
     tick = 16
     ticks = _period(recipe) // tick
     steps = tick * ticks * (repeats + warm)
-    begin = context // (tick * ticks) * tick * ticks  # so that maintenance falls where it would
+    # Whole periods of decoding, so that maintenance falls where it would.
+    begin = (context - PROMPT) // (tick * ticks) * tick * ticks
+    context = PROMPT + begin
     states = []
     for mesh, _ in placed:
         with on(mesh):

@@ -30,9 +30,10 @@ from kvjax.dynakv.mask import prefix
 from kvjax.dynakv.projector import BLOCKS, HEAD_ROOM, Projector
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import LayerSpectra, SpectralGate, Spectrum, key_width
-from kvjax.eval.bench_decode import LLAMA_8B, filled, timed
+from kvjax.eval.bench_decode import LLAMA_8B, timed
 from kvjax.eval.bench_kernels import measure
 from kvjax.eval.bench_scale import random_model
+from kvjax.eval.filled import PROMPT, filled
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -47,7 +48,7 @@ RANKS = (0.1, 0.5)
 """The smallest and the largest rank, as shares of the components."""
 KINDS = 64
 """Ranks that a token can have."""
-PROMPT = 64
+
 FEW = 4
 """Layers whose parts are timed: more than fit a GPU's second cache."""
 LAUNCHES = ((64, 4, 2, 128), (64, 4, 3, 128), (128, 8, 2, 128))

@@ -33,8 +33,8 @@ from kvjax.compress.selectors import HighestAttention, Random, SegmentQuotas
 from kvjax.decoding.chunk import decode_chunk
 from kvjax.decoding.maintain import maintain
 from kvjax.errors import UsageError
-from kvjax.eval.bench_decode import filled
 from kvjax.eval.bench_thinkv import QWEN3_4B
+from kvjax.eval.filled import filled, first
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import (
     add_slice_arguments,
@@ -161,7 +161,7 @@ def measure_time(args: argparse.Namespace) -> None:
 
 def _state(config: ModelConfig, recipe: Recipe, tokens: int, seed: int):
     """One row that holds all of its tokens, with queries to ask."""
-    state = filled(config, recipe, 1, tokens, 64, [tokens - recipe.window])
+    state = filled(config, recipe, 1, tokens, 64, [first(tokens - recipe.window)])
     keys = jax.random.split(jax.random.key(seed), config.num_layers)
     layers = tuple(
         dataclasses.replace(layer, queries=_normal(key, layer.queries))
