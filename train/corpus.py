@@ -95,9 +95,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         )
     np.random.default_rng(args.seed).shuffle(tokens)
     _write(args.out, tokens, shape.config.vocab_size)
-    wanted = args.self_data and not interrupts.requested()
     say_unless(args.quiet, f"{len(tokens):,} rows of {args.seq_len:,} tokens in {args.out}")
-    return 0 if wanted or not args.self_data else INTERRUPTED
+    return INTERRUPTED if interrupts.requested() else 0
 
 
 def _sampled(

@@ -3,8 +3,8 @@
     python -m kvjax.train.documents --characters 16000000 --out documents.jsonl
 
 Takes the docstrings of every module but tests, those of one module being a document, and the
-``.md`` and ``.rst`` files. A passage that was there before, or is shorter than ``--shortest``, is left out. The
-order is drawn with ``--seed``; the same packages give the same file.
+``.md`` and ``.rst`` files. A passage that was there before, or is shorter than ``--shortest``, is
+left out. The order is drawn with ``--seed``; the same packages give the same file.
 """
 
 import argparse
