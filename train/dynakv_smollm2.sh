@@ -54,7 +54,7 @@ arm() { # NAME: trains it, or goes on with it
             --target-rate 0.5 0.3 0.2 --drops 64 --search-rows 4
         return
     fi
-    shared+=(--eval-every "$SAVE" --no-remat --lr-u 5e-4 --lr-gate 2e-3 --lr-bias 0.1)
+    shared+=(--eval-every "$SAVE" --no-remat --lr-u 5e-4 --lr-gate 3e-3 --lr-bias 0.2)
     rank=$(awk "BEGIN { print int($rate * $WIDTH + 0.5) }")
     case $kind in
     dynakv) shared+=(--target-rate "$rate") ;;
