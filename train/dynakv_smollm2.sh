@@ -90,7 +90,7 @@ done
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
 if [ -n "$READ" ] && [ "$(left)" -gt 20 ]; then
     found=()
-    for kind in dynakv-long dynakv layer fixed matryoshka palu pca; do
+    for kind in dynakv-long dynakv layer fixed matryoshka pca palu; do
         folders=
         for name in $ARMS; do
             case $name in

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.dynakv.spectrum import Basis, LayerSpectra, Spectra, Spectrum
@@ -157,13 +158,23 @@ def compressed_states(
         model,
         tokens,
         attend,
-        list(zip(spectra.layers, bases, strict=True)),
+        list(zip(map(_with_rank, spectra.layers), bases, strict=True)),
         keys=spectra.settings.keys,
         remat=remat,
         first_position=first_position,
     )
     soft, hard = zip(*rates, strict=True)
     return hidden, (jnp.stack(soft), jnp.stack(hard))
+
+
+def _with_rank(layer: LayerSpectra) -> LayerSpectra:
+    """The same with fixed ranks as arrays, so that layers of other ranks are alike."""
+    if layer.keys.rank is None:
+        return layer
+    copy = nnx.merge(*nnx.split(layer))
+    for part in (copy.keys, copy.values):
+        part.rank = nnx.data(jnp.int32(part.rank))
+    return copy
 
 
 def _attend(
