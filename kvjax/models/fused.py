@@ -52,7 +52,6 @@ def fused_attention_works(
     rng = np.random.default_rng(0)
     shapes = [(1, length, count, dim) for count in (heads, kv_heads, kv_heads, heads)]
     *parts, weight = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    order = np.arange(length, dtype=np.int32)[None]
     scale = dim**-0.5
 
     def fused(*parts):
@@ -60,6 +59,7 @@ def fused_attention_works(
         return fused_attention(*parts, scale, window).astype(jnp.float32)
 
     def plain(*parts):
+        order = jnp.arange(length, dtype=jnp.int32)[None]
         return causal_attention(*parts, order, scale, window)[0]
 
     def tried(attention):
