@@ -1,17 +1,26 @@
 """Whole sequences through a model whose keys and values are compressed, without a cache."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.dynakv.spectrum import Basis, LayerSpectra, Spectra, Spectrum
-from kvjax.models.attention import add_sinks, causal_mask, masked_attention, merge
+from kvjax.models.attention import (
+    add_sinks,
+    causal_attention,
+    causal_mask,
+    masked_attention,
+    merge,
+)
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Attention, Decoder, KeyStage
+from kvjax.models.fused import fused_attention, fused_attention_works
 from kvjax.models.layers import rms_norm
 from kvjax.models.rope import rotate, rotation
 
@@ -34,12 +43,17 @@ def read(
 ) -> tuple[Float[Array, "B T E"], list[Any]]:
     """Let tokens through all layers, with an ``attend`` that takes part in gradients.
 
+    Layers in a row that are alike, and have the same beside them, are one program in a loop, which
+    compiles in a fraction of the time; their weights are copied for it.
+
     Args:
-        attend: called once a layer with its attention module, the angles, what stands beside it,
-            and what every ``attend`` gets (see `kvjax.models.decoder`).
+        attend: called with a layer's number (of those alike, the first one's), its attention
+            module, the angles, what stands beside it, and what every ``attend`` gets (see
+            `kvjax.models.decoder`).
         beside: what stands beside each layer.
         keys: the stage at which ``attend`` gets keys.
-        remat: whether a layer's inside is computed again for its gradient, instead of kept.
+        remat: whether a layer's inside is computed again for its gradient; otherwise its products
+            of matrices are kept, and what costs less than it takes is computed again.
         first_position: of every row.
 
     Returns:
@@ -49,15 +63,34 @@ def read(
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + first_position
     angles = rotation(jnp.broadcast_to(positions[None], tokens.shape), config.rope, config.head_dim)
     x, notes = model.embed[...][tokens], []
-    for index, (module, own) in enumerate(zip(model.layers, beside, strict=True)):
+    policy = None if remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    for first, alike in _alike(config, list(zip(model.layers, beside, strict=True))):
 
-        def through(module, own, x, index=index):
-            bound = functools.partial(attend, index, module.attn, angles, own)
+        def through(x, one, first=first):
+            module, own = one
+            bound = functools.partial(attend, first, module.attn, angles, own)
             return module(x, angles, bound, keys)
 
-        x, note = (jax.checkpoint(through) if remat else through)(module, own, x)
-        notes.append(note)
+        through = jax.checkpoint(through, policy=policy, prevent_cse=False)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike)
+        x, found = jax.lax.scan(through, x, stacked)
+        notes += [jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(alike))]
     return rms_norm(x, model.norm[...], config.rms_norm_eps), notes
+
+
+def _alike(config: ModelConfig, layers: list[Any]) -> list[tuple[int, list[Any]]]:
+    """Layers in groups that differ in their arrays' values alone, and the first one's number."""
+
+    def kind(pair):
+        index, layer = pair
+        leaves, structure = jax.tree.flatten(layer)
+        return config.windows[index], structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    groups = []
+    for _, pairs in itertools.groupby(enumerate(layers), kind):
+        numbers, alike = zip(*pairs, strict=True)
+        groups.append((numbers[0], list(alike)))
+    return groups
 
 
 def plain_attention(
@@ -68,8 +101,12 @@ def plain_attention(
     v: Float[Array, "B T Hkv D"],
     sinks: Float[Array, " Hq"] | None,
 ) -> Float[Array, "B T Hq D"]:
-    """What layer ``index`` computes of rotated queries and keys when nothing is compressed."""
-    out, lse = masked_attention(q, k, v, _seen(config, index, q)[0], config.scale)
+    """What layer ``index`` computes of rotated queries and keys."""
+    window = config.windows[index]
+    if sinks is None and fused_attention_works(q.dtype, *q.shape[1:], k.shape[2], window):
+        return fused_attention(q, k, v, config.scale, window)
+    order = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
+    out, lse = causal_attention(q, k, v, order, config.scale, window)
     return add_sinks(out, lse, sinks)
 
 
@@ -121,13 +158,23 @@ def compressed_states(
         model,
         tokens,
         attend,
-        list(zip(spectra.layers, bases, strict=True)),
+        list(zip(map(_with_rank, spectra.layers), bases, strict=True)),
         keys=spectra.settings.keys,
         remat=remat,
         first_position=first_position,
     )
     soft, hard = zip(*rates, strict=True)
     return hidden, (jnp.stack(soft), jnp.stack(hard))
+
+
+def _with_rank(layer: LayerSpectra) -> LayerSpectra:
+    """The same with fixed ranks as arrays, so that layers of other ranks are alike."""
+    if layer.keys.rank is None:
+        return layer
+    copy = nnx.merge(*nnx.split(layer))
+    for part in (copy.keys, copy.values):
+        part.rank = nnx.data(jnp.int32(part.rank))
+    return copy
 
 
 def _attend(
@@ -153,15 +200,15 @@ def _attend(
     rebuilt_k, *key_rates = through(layer.keys, key_basis, k, mode)
     rebuilt_v, *value_rates = through(layer.values, value_basis, v, mode)
     rebuilt_k, rebuilt_v = as_keys(rebuilt_k), rebuilt_v.astype(v.dtype)
-    mask, same = _seen(config, index, q)
     if spectra.settings.masks_own:
-        out, lse = masked_attention(q, rebuilt_k, rebuilt_v, mask, config.scale)
+        out = plain_attention(config, index, q, rebuilt_k, rebuilt_v, sinks)
     else:
+        mask, same = _seen(config, index, q)
         past = masked_attention(q, rebuilt_k, rebuilt_v, mask & ~same, config.scale)
         itself = masked_attention(q, as_keys(k), v, same, config.scale)
-        out, lse = merge(*past, *itself)
+        out = add_sinks(*merge(*past, *itself), sinks)
     rates = tuple(jnp.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
-    return add_sinks(out, lse, sinks), rates
+    return out, rates
 
 
 def through(

@@ -61,11 +61,8 @@ class Spectrum(nnx.Module):
 
     def basis(self) -> Basis:
         """U and what rebuilds, for all tokens of a step."""
-        u = self.u[...]
-        if self.turn is not None:
-            u = turned(u, self.turn[...])
-            return u, u.T
-        return u, jnp.linalg.inv(u) if self.u_inverse is None else self.u_inverse[...]
+        (found,) = _bases([self])
+        return found
 
     def latent(self, x: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T d"]:
         """The components of keys or values."""
@@ -113,6 +110,23 @@ def turned(u: Float[Array, "*N d d"], turn: Float[Array, "*N d d"]) -> Float[Arr
     return jnp.matmul(u, jnp.linalg.solve(one - half, one + half), precision=_HIGHEST)
 
 
+def _bases(spectra: list[Spectrum]) -> list[Basis]:
+    """The bases of spectra of one kind, by one operation each: GPUs are slow to invert one matrix
+    after the other."""
+
+    def every(name: str) -> Float[Array, "N d d"] | None:
+        found = [getattr(spectrum, name) for spectrum in spectra]
+        return None if found[0] is None else jnp.stack([one[...] for one in found])
+
+    u, turn, back = (every(name) for name in ("u", "turn", "u_inverse"))
+    if turn is not None:
+        u = turned(u, turn)
+        back = u.mT
+    elif back is None:
+        back = jnp.linalg.inv(u)
+    return list(zip(u, back, strict=True))
+
+
 class LayerSpectra(nnx.Module):
     """What stands beside one layer: the spectrum of its keys and that of its values."""
 
@@ -137,7 +151,8 @@ class Spectra(nnx.Module):
 
     def bases(self) -> tuple[tuple[Basis, Basis], ...]:
         """The bases of every layer, to be computed once a step."""
-        return tuple(layer.bases() for layer in self.layers)
+        found = _bases([part for layer in self.layers for part in (layer.keys, layer.values)])
+        return tuple(zip(found[::2], found[1::2], strict=True))
 
 
 def key_width(config: ModelConfig) -> int:

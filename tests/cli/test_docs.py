@@ -16,6 +16,7 @@ from kvjax.eval.perplexity import PerplexityConfig, perplexity_parser
 from kvjax.eval.reasoning import ReasoningConfig, reasoning_parser
 from kvjax.eval.report import ReportConfig, report_parser
 from kvjax.eval.retrieval import RetrievalConfig, retrieval_parser
+from kvjax.train.corpus import parse as parse_corpus
 from kvjax.train.matryoshka.__main__ import parse as parse_matryoshka
 from kvjax.train.matryoshka.__main__ import settings_of
 
@@ -114,6 +115,11 @@ def test_commands_in_the_docs_parse(command):
 @pytest.mark.parametrize("command", commands("kvjax.train.matryoshka"))
 def test_commands_of_a_baseline_parse(command):
     assert settings_of(parse_matryoshka(shlex.split(command)[3:])).target_rates
+
+
+@pytest.mark.parametrize("command", commands("kvjax.train.corpus"))
+def test_commands_of_a_corpus_parse(command):
+    assert parse_corpus(shlex.split(command)[3:]).out
 
 
 def test_there_are_commands_to_check():

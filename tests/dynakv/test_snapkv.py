@@ -22,24 +22,22 @@ BUDGET, WINDOW = 42, 16
 def selected_by_hand(run: Run, layer, row: int, length: int, budget: int, window: int):
     """Positions that SnapKV's votes, averaged over heads, leave of a row's prompt."""
     lm, ids = run.lm, run.ids[row : row + 1, :length]
-    queries = {}
 
     def attend(index, module, angles, own, q, k, v, sinks):
         spectra, bases = own
         k, v = (
-            np.asarray(through(spectrum, basis, x, "hard")[0])
+            through(spectrum, basis, x, "hard")[0]
             for spectrum, basis, x in zip(
                 (spectra.keys, spectra.values), bases, (k, v), strict=True
             )
         )
-        k = rotate(jnp.asarray(k), *angles)
-        queries[index] = np.asarray(q)[0], np.asarray(k)[0]
-        return plain_attention(lm.config, index, q, k, jnp.asarray(v), sinks), None
+        k = rotate(k, *angles)
+        return plain_attention(lm.config, index, q, k, v, sinks), (q[0], k[0])
 
     blocked = with_settings(run.spectra, rank_multiple=BLOCK)
     beside = list(zip(blocked.layers, blocked.bases(), strict=True))
-    read(lm.model, jnp.asarray(ids), attend, beside, keys="normed")
-    q, k = queries[layer]
+    _, notes = read(lm.model, jnp.asarray(ids), attend, beside, keys="normed")
+    q, k = map(np.asarray, notes[layer])
     votes = np.zeros((lm.config.num_kv_heads, length))
     for head in range(lm.config.num_heads):
         own = head // lm.config.group

@@ -120,7 +120,9 @@ def cross_entropy(
 
     def nats(hidden, target, counts):
         scores = model.logits(hidden)
-        own = jnp.take_along_axis(scores, target[..., None], -1)[..., 0]
+        # A sum with one term, since the gradient of a gather is a scatter, a pass of its own.
+        chosen = jnp.arange(scores.shape[-1], dtype=target.dtype)[None, None] == target[..., None]
+        own = jnp.where(chosen, scores, 0.0).sum(-1)
         return jnp.where(counts, jax.nn.logsumexp(scores, axis=-1) - own, 0.0).sum()
 
     total = in_chunks(nats, hidden[:, :-1], tokens[:, 1:], valid[:, 1:])
