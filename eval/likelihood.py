@@ -75,9 +75,8 @@ def log_likelihoods(
             )
         count = np.clip(fed - done, 0, recipe.tick)
         tokens = jnp.asarray(given[:, done : done + recipe.tick])
-        state, hidden, now = force_together(
-            lm.model, state, tokens, jnp.asarray(count), recipe=recipe
-        )
+        state, hidden = force_together(lm.model, state, tokens, jnp.asarray(count), recipe=recipe)
+        now = held(state.cache)
         target = jnp.asarray(given[:, done + 1 : done + 1 + recipe.tick])
         parts.append(np.asarray(_score(lm.model, hidden, target)))
         _note(logs, now, count > 0)

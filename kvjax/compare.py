@@ -289,7 +289,8 @@ def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_t
         tokens, count = _piece(ids[:, prompt:-1], done, steps)
         if by_tick:
             given = jnp.asarray(tokens), jnp.full(rows, count, jnp.int32)
-            state, hidden, now = force_together(lm.model, state, *given, recipe=recipe)
+            state, hidden = force_together(lm.model, state, *given, recipe=recipe)
+            now = held(state.cache)
             scores.add(_logits(lm.model, hidden.swapaxes(0, 1)), now, count)
             continue
         state, logits, layers, now = force_chunk(

@@ -113,8 +113,8 @@ class Geometry:
 
     @property
     def width(self) -> int:
-        """Channels of a token's keys, all heads together."""
-        return self.num_kv_heads * self.head_dim
+        """Channels of a token's keys, all heads of all devices together."""
+        return self.all_kv_heads * self.head_dim
 
     @functools.cached_property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:
@@ -162,7 +162,7 @@ class Geometry:
         bases = 0
         if self.projector is not None:
             bases = len(self.layers) * spectra_bytes(self.projector.settings, self.width)
-        return self.width * 4 * means + bases
+        return self.num_kv_heads * self.head_dim * 4 * means + bases
 
     @property
     def query_bytes(self) -> int:

@@ -25,15 +25,21 @@ _EMPTY = {"bias": -np.inf, "pos": -1, "level": UNKNOWN_LEVEL}
 """What a free slot holds, where that is not 0."""
 
 
-def pack_row(cache: KVCache) -> dict[str, np.ndarray]:
-    """What the only row of a cache holds.
+def pack_row(cache: KVCache, copies: int = 1) -> dict[str, np.ndarray]:
+    """What the only row of a cache holds, on however many devices.
 
     A ledger is left out: it is the row's tokens.
+
+    Args:
+        cache: one of one row.
+        copies: devices that hold the same KV head, of which one is asked.
     """
     packed = {name: np.asarray(getattr(cache, name)[0]) for name in COUNTERS}
     length = int(packed["length"])
     for place, layer, index in _classes(cache):
-        pool, table = layer.pools[index], np.asarray(layer.tables[index][0])
+        pool, lines = layer.pools[index], _lines(layer, index, copies)
+        first = np.unique(lines, return_index=True)[1]
+        table = _everywhere(layer, index)[first]
         owned = table != SCRATCH_PAGE
         if index == 0:  # without those that were reserved for more
             owned &= np.arange(table.shape[1]) < -(-length // pool.page_size)
@@ -45,7 +51,7 @@ def pack_row(cache: KVCache) -> dict[str, np.ndarray]:
         _clear(held, free)
         packed |= {f"{place}.{name}": array for name, array in held.items()}
         for name, constant in _arrays(pool, CONSTANTS):
-            packed[f"{place}.{name}"] = np.array(constant)
+            packed[f"{place}.{name}"] = np.array(constant)[first]
     for index, layer in enumerate(cache.layers):
         if layer.queries is not None:
             packed[f"{index}.queries"] = np.asarray(layer.queries[0])
@@ -58,13 +64,14 @@ def pack_row(cache: KVCache) -> dict[str, np.ndarray]:
     return packed
 
 
-def unpack_row(cache: KVCache, packed: Packed, tokens: Sequence[int]) -> KVCache:
-    """A cache whose only row holds what was packed.
+def unpack_row(cache: KVCache, packed: Packed, tokens: Sequence[int], copies: int = 1) -> KVCache:
+    """A cache whose only row holds what was packed, on whatever devices it is.
 
     Args:
         cache: one of one row; whatever it holds is overwritten.
         packed: what ``pack_row`` made of a row that was kept in the same way.
         tokens: that the row has read, by position.
+        copies: devices that hold the same KV head.
 
     Raises:
         CapacityError: the pools have no room.
@@ -72,7 +79,7 @@ def unpack_row(cache: KVCache, packed: Packed, tokens: Sequence[int]) -> KVCache
     layers = list(cache.layers)
     for place, _, index in _classes(cache):
         number = int(place.partition(".")[0])
-        layers[number] = _with_class(layers[number], index, packed, place)
+        layers[number] = _with_class(layers[number], index, packed, place, copies)
     for number, layer in enumerate(layers):
         if layer.queries is not None:
             queries = _put(packed[f"{number}.queries"][None], layer.queries)
@@ -145,29 +152,59 @@ def _arrays(pool: KVPages, names: Iterable[str] = SLOT_AXIS) -> list[tuple[str, 
     return [(name, array) for name in names if (array := getattr(pool, name)) is not None]
 
 
-def _with_class(layer: LayerCache, index: int, packed: Packed, place: str) -> LayerCache:
-    """The layer with the pages of one class: the first ones of its pool."""
-    pool, counts = layer.pools[index], packed[f"{place}.pages"]
-    taken, pages = int(counts.sum()), len(pool.pos)
-    table = np.full(layer.tables[index].shape, SCRATCH_PAGE, np.int32)
-    if taken >= pages or counts.max() > table.shape[2]:
+def _with_class(
+    layer: LayerCache, index: int, packed: Packed, place: str, copies: int
+) -> LayerCache:
+    """The layer with the pages of one class: the first ones of each device's pool."""
+    pool, free, lines = layer.pools[index], layer.free[index], _lines(layer, index, copies)
+    counts, width = packed[f"{place}.pages"], layer.tables[index].shape[2]
+    devices, pages = free.count.size, len(pool.pos) // free.count.size
+    owned = np.arange(width) < counts[lines][:, None]
+    # The pages of every line in a row: where in its device's pool they go, where they come from.
+    taken = owned.reshape(devices, -1).sum(1)
+    if taken.max() >= pages or counts.max() > width:
         raise CapacityError(
-            f"the cache holds {taken} pages where a run of this size has {pages - 1}, and "
-            f"{counts.max()} of a KV head where it has {table.shape[2]}: give more new tokens"
+            f"the cache holds {taken.max()} pages where a run of this size has {pages - 1}, and "
+            f"{counts.max()} of a KV head where it has {width}: give more new tokens"
         )
+    own = np.concatenate([np.arange(1, 1 + count) for count in taken])
+    to = own + np.repeat(np.arange(devices) * pages, taken)
+    source = np.split(np.arange(counts.sum()), np.cumsum(counts)[:-1])
+    source = np.concatenate([source[line] for line in lines])
     changed = {}
     for name, old in _arrays(pool):
         whole = np.full(old.shape, _EMPTY.get(name, 0), old.dtype)
-        whole[1 : 1 + taken] = packed[f"{place}.{name}"]
+        whole[to] = packed[f"{place}.{name}"][source]
         changed[name] = _put(whole, old)
     for name, old in _arrays(pool, CONSTANTS):
-        changed[name] = _put(packed[f"{place}.{name}"], old)
-    table[0, np.arange(table.shape[2]) < counts[:, None]] = np.arange(1, 1 + taken)
-    free = FreeList(
-        jnp.arange(pages - 1, 0, -1, dtype=jnp.int32), jnp.asarray(pages - 1 - taken, jnp.int32)
+        changed[name] = _put(packed[f"{place}.{name}"][lines], old)
+    table = np.full(layer.tables[index].shape, SCRATCH_PAGE, np.int32)
+    table[0, owned] = own
+    stack = np.tile(np.arange(pages - 1, 0, -1, dtype=np.int32), devices)
+    left = np.asarray(pages - 1 - taken, np.int32).reshape(free.count.shape)
+    return replace_class(
+        layer,
+        index,
+        pools=dataclasses.replace(pool, **changed),
+        tables=_put(table, layer.tables[index]),
+        free=FreeList(_put(stack, free.pages), _put(left, free.count)),
     )
-    pool = dataclasses.replace(pool, **changed)
-    return replace_class(layer, index, pools=pool, tables=jnp.asarray(table), free=free)
+
+
+def _lines(layer: LayerCache, index: int, copies: int) -> np.ndarray:
+    """Of every line of a class's table, on all devices, the packed one that it is, or a copy of."""
+    lines = np.arange(layer.tables[index].shape[1])
+    if layer.spectra is not None:  # all devices have all of them
+        return lines % (len(lines) // layer.free[index].count.size)
+    return lines // copies
+
+
+def _everywhere(layer: LayerCache, index: int) -> np.ndarray:
+    """The only row's table, with pages numbered across the pools of all devices."""
+    table, devices = np.asarray(layer.tables[index][0]), layer.free[index].count.size
+    before = np.arange(devices) * (len(layer.pools[index].pos) // devices)
+    before = np.repeat(before, len(table) // devices)[:, None]
+    return np.where(table == SCRATCH_PAGE, SCRATCH_PAGE, table + before)
 
 
 def _put(array: np.ndarray, like: jax.Array) -> jax.Array:

@@ -345,9 +345,6 @@ def _check_processes(config: DecodeConfig) -> None:
     count, own = config.num_processes, config.process_id
     if config.explain is not None and config.tp * config.dp > 1:
         raise UsageError("--tp and --dp are for answers: leave them out with --explain")
-    kept = {"--save-cache": config.save_cache, "--load-cache": config.load_cache}
-    if config.tp * config.dp > 1 and (flag := next(filter(kept.get, kept), None)):
-        raise UsageError(f"{flag} is for one device: leave out --tp and --dp")
     if config.coordinator is None or config.coordinator == "auto":
         given = {"--num-processes": count, "--process-id": own}
         if unused := next((flag for flag, value in given.items() if value is not None), None):

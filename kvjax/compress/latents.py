@@ -10,6 +10,7 @@ from kvjax.compress.selection import Rows, queries_of
 from kvjax.dynakv.cached import held_keys, rebuilt
 from kvjax.models.config import ModelConfig
 from kvjax.recipes import Recipe
+from kvjax.sharding.across import gathered
 
 
 def latent_selection(
@@ -39,7 +40,7 @@ def latent_selection(
     k = jnp.concatenate([held, new.swapaxes(1, 2)], 2)
     live = jnp.concatenate([at >= 0, keep[:, 0]], 1)
     pos = jnp.concatenate([at, pos], 1)
-    heads = (len(pos), config.num_kv_heads, pos.shape[1])
+    heads = k.shape[:3]
     ctx = Context(
         bias=jnp.broadcast_to(jnp.where(live, 0.0, -jnp.inf)[:, None], heads),
         pos=jnp.broadcast_to(pos[:, None], heads),
@@ -55,7 +56,7 @@ def latent_selection(
     must = protected(ctx, sinks=recipe.sinks, recent=recent, prompt=recipe.spares_prompt)[:, 0]
     must |= pos >= rows.leaving[:, None]
     room = recipe.room(rows.length, live.sum(-1, dtype=jnp.int32, keepdims=True))
-    scores = recipe.selector(ctx).mean(1, keepdims=True)
+    scores = gathered(recipe.selector(ctx), axis=1).mean(1, keepdims=True)
     stay = keep_mask(scores, live[:, None], pos[:, None], must[:, None], room)[:, 0]
     stay = (stay | ~rows.select[:, None]) & live
     row = jnp.arange(len(pos), dtype=jnp.int32)[:, None]

@@ -14,6 +14,7 @@ from kvjax.compress.refit import change_tokens, store_change, tidied
 from kvjax.compress.selection import Candidates, Rows, in_window, selection
 from kvjax.dynakv.cached import in_blocks
 from kvjax.recipes import Recipe
+from kvjax.sharding.across import here_once
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels import SCRATCH_PAGE
 
@@ -113,6 +114,8 @@ def settle(
         tokens = [k, jnp.zeros((*k.shape[:3], 0), k.dtype), None, None, out]
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
+    if layer.spectra is not None:  # the same ones on all devices
+        crowded = here_once(crowded)
     if recipe.once and incoming is None and select:
         layer = tidied(layer, rows.select)  # nothing else will take the slots that have come free
     return _renew(layer, rows, incoming), crowded

@@ -51,7 +51,7 @@ class Conversation:
     ) -> "Conversation":
         """The only row of a cache, which has read all the tokens but those not in it yet."""
         given = tuple(tokens), answered, recipe, lm.fingerprint, lm.source, str(lm.dtype)
-        return cls(*given, pack_row(cache))
+        return cls(*given, pack_row(cache, lm.copies))
 
     @property
     def length(self) -> int:
@@ -63,13 +63,14 @@ class Conversation:
         """Tokens that it began with; what came since is read and kept as an answer is."""
         return int(self.row["prompt"])
 
-    def state(self, blank: KVCache) -> DecodeState:
+    def state(self, lm: LanguageModel, blank: KVCache) -> DecodeState:
         """A state that goes on from here.
 
         Args:
-            blank: an empty cache of one row, which has room.
+            lm: the model, on whatever devices.
+            blank: an empty cache of one row on them, which has room.
         """
-        cache = unpack_row(blank, self.row, self.tokens[:-1])
+        cache = unpack_row(blank, self.row, self.tokens[:-1], lm.copies)
         token = jnp.asarray(self.tokens[-1:], jnp.int32)
         return DecodeState(cache, token, jnp.ones_like(token), jnp.ones(1, bool))
 

@@ -32,7 +32,7 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
     cache = (
         init_cache(geometry, bases, spectra)
         if lm.mesh is None
-        else spread_cache(bases, geometry=geometry)
+        else spread_cache(bases, spectra, geometry=geometry)
     )
     if cache.ledger is None:
         return cache
@@ -41,6 +41,6 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames=("geometry",))
 @per_shard
-def spread_cache(bases, *, geometry: Geometry) -> KVCache:
+def spread_cache(bases, spectra=None, *, geometry: Geometry) -> KVCache:
     """What each device of a mesh has: ``init_cache`` as one program, on the devices of the mesh."""
-    return init_cache(geometry, bases)
+    return init_cache(geometry, bases, spectra)

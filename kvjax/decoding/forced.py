@@ -74,7 +74,7 @@ def force_together(
     count: Int[Array, " B"],
     *,
     recipe: Recipe,
-) -> tuple[DecodeState, Float[Array, "B T E"], Held]:
+) -> tuple[DecodeState, Float[Array, "B T E"]]:
     """``force_chunk``, but for a tick's tokens all at once.
 
     What a token attends to is the same, and so is the result, up to rounding. A pass over the
@@ -86,7 +86,7 @@ def force_together(
         count: how many of them belong to each row.
 
     Returns:
-        The state, the hidden states after the final norm, and what the rows hold.
+        The state, and the hidden states after the final norm.
     """
     config, cache = model.config, state.cache
     x, angles, rows = begin(
@@ -96,7 +96,7 @@ def force_together(
     cache = note_prompt(cache, tokens, count)
     x, cache = read_layers(model, cache, x, angles, rows, recipe, settles=False)
     state = dataclasses.replace(state, cache=cache, left=state.left - count)
-    return state, _normed(x, model.norm, eps=config.rms_norm_eps), held(cache)
+    return state, _normed(x, model.norm, eps=config.rms_norm_eps)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))

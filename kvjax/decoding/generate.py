@@ -118,9 +118,6 @@ def stream(
         return value if value is not None else neutral if own is None else own
 
     if cache is not None or keep_cache:
-        if lm.mesh is not None:
-            name = "keep_cache" if cache is None else "cache"
-            raise UsageError(f"{name} is for one device: load the model without a mesh")
         _check_conversation(prompts, samples, cache, system_prompt)
     if recipe is None:
         recipe = full() if cache is None else cache.recipe

@@ -60,9 +60,10 @@ def decode_all(
     """
     asked, options = options.recipe, dataclasses.replace(options, recipe=planned.recipe)
 
-    def keep(state: DecodeState, result: Result) -> Result:
-        given = lm, state, requests[0], result.tokens, options, asked
-        return dataclasses.replace(result, cache=conversation(*given))
+    def keep(own: LanguageModel, state: DecodeState, result: Result) -> Result:
+        with on(own.mesh):
+            kept = conversation(own, state, requests[0], result.tokens, options, asked)
+        return dataclasses.replace(result, cache=kept)
 
     with Clock() as clock:
         waiting, batches = collections.deque(requests), []
@@ -96,7 +97,7 @@ def _run(
     planned: Plan,
     options: Options,
     should_stop: Callable[[], bool],
-    keep: Callable[[DecodeState, Result], Result] | None,
+    keep: Callable[[LanguageModel, DecodeState, Result], Result] | None,
 ) -> Iterator[Event | None]:
     """Fill free rows, dispatch a chunk, and read what was dispatched before it.
 
@@ -114,7 +115,7 @@ def _run(
         for event in events:
             result = event.result
             if keep and result and result.tokens and not result.error:
-                event = dataclasses.replace(event, result=keep(state, result))
+                event = dataclasses.replace(event, result=keep(lm, state, result))
             yield event
 
     while batch.busy():

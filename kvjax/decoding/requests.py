@@ -270,10 +270,10 @@ def check_sharing(recipe: Recipe, tp: int, copies: int) -> None:
             f"{recipe.name} devices that hold the same head would keep different tokens of it: "
             f"take tp {tp // copies}, or method full, uniform, kivi or streaming"
         )
-    if tp > 1 and recipe.projector is not None:
+    if copies > 1 and recipe.projector is not None:
         raise UsageError(
-            f"tp {tp} does not work with method {recipe.name} and an adapter, whose latents all "
-            "heads share: spread rows instead (dp)"
+            f"tp {tp} is more than the model's {tp // copies} KV heads, of which an adapter needs "
+            f"each once: take tp {tp // copies}, and spread rows over the others (dp)"
         )
 
 

@@ -22,6 +22,7 @@ from kvjax.errors import UsageError
 from kvjax.loading import LanguageModel
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
+from kvjax.sharding import per_shard
 
 
 def resume(
@@ -39,7 +40,7 @@ def resume(
         The state; and, after a turn, what the host reads of the first token.
     """
     past = request.past
-    state = past.state(state.cache)
+    state = past.state(lm, state.cache)
     max_new = np.array([request.max_new], np.int32)
     turn = request.ids[len(past.tokens) :]
     if not turn:
@@ -94,12 +95,13 @@ def read_on(
         piece = np.zeros((1, width), np.int32)
         piece[0, :count] = tokens[read : read + count]
         given = jnp.asarray(piece), jnp.full(1, count, jnp.int32)
-        state, hidden, _ = force_together(lm.model, state, *given, recipe=recipe)
+        state, hidden = force_together(lm.model, state, *given, recipe=recipe)
         read, done = read + count, done + count
     return state, _logits(lm.model, hidden, np.int32(count - 1))
 
 
 @jax.jit
+@per_shard
 def _logits(model: Decoder, hidden: Float[Array, "1 T E"], last) -> Float[Array, "1 V"]:
     return model.logits(jnp.take(hidden, last, 1))
 
@@ -148,7 +150,7 @@ def _read_again(lm, state: DecodeState, request: Request, answer, options: Optio
         cache, _ = prefill_prompts(lm, state.cache, [request.ids], recipe, options.seed)
         state = dataclasses.replace(state, cache=cache)
     else:
-        state = request.past.state(state.cache)
+        state = request.past.state(lm, state.cache)
         rest = [*request.ids[len(request.past.tokens) - 1 :], *rest]
     if not rest:
         return state.cache

@@ -1,5 +1,6 @@
 """A conversation in one safetensors file."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -131,8 +132,9 @@ def _check(conversation: Conversation, lm: LanguageModel) -> None:
         raise UsageError(f"it has tokens beyond the model's {lm.config.vocab_size}")
     if not 0 <= conversation.answered <= count - conversation.prompt:
         raise UsageError(f"answered is {conversation.answered}, with {count} tokens")
+    config = dataclasses.replace(lm.config, num_kv_heads=lm.config.num_kv_heads // lm.copies)
     planned = plan(
-        lm.config,
+        config,
         recipe,
         batch_size=1,
         prompt_tokens=conversation.prompt,

@@ -13,6 +13,7 @@ from kvjax.dynakv.spectrum import LayerSpectra
 from kvjax.models.attention import NEG_INF, biased_attention, merge
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import inverse_frequencies, rotate, rotation
+from kvjax.sharding.across import gathered
 from pallas_kernels import SCRATCH_PAGE, KVPages, latent_attention
 from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.read import plain_slot_keys
@@ -29,6 +30,8 @@ def latents(
 ) -> Float[Array, "B T 2 d"]:
     """What is kept of tokens: components of keys and of values, zero behind a token's ranks.
 
+    Devices that share the heads all get the same.
+
     Args:
         spectra: the layer's.
         k: keys before their rotation.
@@ -39,7 +42,7 @@ def latents(
     pair = spectra.keys, spectra.values
     made = [
         spectrum.latent(x.reshape(*x.shape[:2], -1), spectrum.basis())
-        for spectrum, x in zip(pair, (k, v), strict=True)
+        for spectrum, x in zip(pair, (gathered(k, 2), gathered(v, 2)), strict=True)
     ]
     gated = spectra.keys.b is not None
     seen = [(x.logits if gated else x.mask)(latent) for x, latent in zip(pair, made, strict=True)]
@@ -59,7 +62,7 @@ def as_stored(
 def rebuilt(
     spectra: LayerSpectra, latent: Float[Array, "B T 2 d"], pos: Int[Array, "B T"], config
 ) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T Hkv D"]]:
-    """Float32 keys, rotated to their positions, and values."""
+    """Float32 keys, rotated to their positions, and values: a device's own heads of them."""
 
     def of(spectrum, x):
         return spectrum.rebuild(x, spectrum.basis()).reshape(*x.shape[:2], -1, config.head_dim)
@@ -99,18 +102,12 @@ def attend_step(
     implementation=None,
 ) -> Float[Array, "B Hq D"]:
     """Float32 attention of one token a row to all that the layer holds."""
-
-    def basis(spectrum) -> Basis:
-        mean = None if spectrum.mean is None else spectrum.mean[...]
-        return Basis(spectrum.basis()[1], mean)
-
     frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
     return latent_attention(
         q,
         layer.pools,
         tables,
-        basis(layer.spectra.keys),
-        basis(layer.spectra.values),
+        *(Basis(*own.back(own.basis())) for own in (layer.spectra.keys, layer.spectra.values)),
         Rotary(jnp.asarray(frequencies), factor),
         scale=config.scale,
         span=span,

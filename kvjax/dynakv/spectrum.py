@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.dynakv.mask import prefix, rank_of, soft_mask
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.models.config import ModelConfig
+from kvjax.sharding.across import own
 
 _HIGHEST = jax.lax.Precision.HIGHEST  # TF32 would already break U times its inverse
 
@@ -97,10 +98,15 @@ class Spectrum(nnx.Module):
         value = latent * mask if self.settings.stored == "masked" else latent
         return jnp.where(kept, value, 0.0)
 
-    def rebuild(self, latent: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T d"]:
-        """Keys or values out of their components."""
-        x = jnp.matmul(latent, basis[1], precision=_HIGHEST)
-        return x if self.mean is None else x + self.mean[...][None, None]
+    def back(self, basis: Basis) -> tuple[Float[Array, "d e"], Float[Array, " e"] | None]:
+        """What rebuilds, and the mean: of a device's own heads, where several share them."""
+        return own(basis[1], 1), None if self.mean is None else own(self.mean[...])
+
+    def rebuild(self, latent: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T e"]:
+        """Keys or values out of their components: those of a device's own heads."""
+        back, mean = self.back(basis)
+        x = jnp.matmul(latent, back, precision=_HIGHEST)
+        return x if mean is None else x + mean[None, None]
 
 
 def turned(u: Float[Array, "*N d d"], turn: Float[Array, "*N d d"]) -> Float[Array, "*N d d"]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -50,7 +51,7 @@ def per_shard(function: Callable) -> Callable:
         made: dict[str, Any] = {}
 
         def on_device(leaves):
-            given = _counts(tree.unflatten(leaves), lambda count: count[0])
+            given = _counts(tree.unflatten(_apart(leaves)), lambda count: count[0])
             out = _counts(function(**given, **bound.kwargs), lambda count: count[None])
             leaves, made["tree"] = jax.tree.flatten(out)
             made["kinds"] = [_KINDS.index(place) for place in specs(out, 1)]
@@ -92,6 +93,14 @@ def parameter_spec(parameter: nnx.Variable, devices: int) -> PartitionSpec:
     if devices == 1 or axis is None or parameter.shape[axis] % devices:
         return _EVERYWHERE
     return PartitionSpec(*[None] * axis, AXIS)
+
+
+def _apart(leaves: list[jax.Array]) -> list[jax.Array]:
+    """The same arrays, but new ones for those without elements, as latents have them for values.
+
+    XLA crashes where a program hands on such an array that it was given.
+    """
+    return [leaf if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _counts(tree: Any, change: Callable) -> Any:

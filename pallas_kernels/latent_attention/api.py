@@ -82,17 +82,17 @@ def latent_attention(
 
 def _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks) -> None:
     rows, heads, dim = q.shape
-    width = len(keys.back)
+    width, channels = keys.back.shape
     if not pools or len(pools) != len(tables):
         raise ValueError(f"need one table a pool, got {len(pools)} pools, {len(tables)} tables")
-    if width % dim or heads % (width // dim):
+    if channels % dim or heads % (channels // dim):
         raise ValueError(
-            f"{width} components must be whole KV heads that divide the query heads, got {q.shape=}"
+            f"{channels} channels must be KV heads that divide the query heads, got {q.shape=}"
         )
     for name, basis in (("keys", keys), ("values", values)):
-        if basis.back.shape != (width, width) or basis.back.dtype != jnp.float32:
+        if basis.back.shape != (width, channels) or basis.back.dtype != jnp.float32:
             raise ValueError(
-                f"{name}.back must be float32 ({width}, {width}), got {basis.back.dtype} "
+                f"{name}.back must be float32 ({width}, {channels}), got {basis.back.dtype} "
                 f"{basis.back.shape}"
             )
     if rotary.frequencies.shape != (dim // 2,):

@@ -22,12 +22,12 @@ class Basis:
     """What rebuilds keys, or values.
 
     Attributes:
-        back: what each component adds to the channels of all KV heads.
+        back: what each component adds to the channels of the KV heads, of all or some.
         mean: what every token adds to them, or None.
     """
 
-    back: Float[Array, "d d"]
-    mean: Float[Array, " d"] | None = None
+    back: Float[Array, "d e"]
+    mean: Float[Array, " e"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -32,7 +32,7 @@ def latent_attention_reference(
         dense, there = _dense(pool, table, span, width)
         latents += dense
         live |= there
-    kv_heads = width // dim
+    kv_heads = keys.back.shape[1] // dim
     k, v = (
         _rebuilt(latent, basis).reshape(rows, span, kv_heads, dim)
         for latent, basis in zip(latents, (keys, values), strict=True)

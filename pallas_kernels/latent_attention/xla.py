@@ -66,8 +66,8 @@ def attend_by_position(
         sums_of: what `latent_sums` is here.
     """
     rows, heads, dim = q.shape
-    width = len(keys.back)
-    grouped = q.reshape(rows, width // dim, -1, dim)
+    width, channels = keys.back.shape
+    grouped = q.reshape(rows, channels // dim, -1, dim)
     logits, live = logits_of(grouped, pools, tables, keys, rotary, span)
     if window is not None:
         live &= q_pos[:, None] - jnp.arange(span, dtype=jnp.int32)[None] < window
@@ -78,7 +78,7 @@ def attend_by_position(
     back = values.back.reshape(width, -1, dim)
     out = einsum_float32("bhgd,dhe->bhge", sums, back).reshape(q.shape)
     if values.mean is not None:
-        mean = jnp.repeat(values.mean.reshape(-1, dim), heads // (width // dim), 0)
+        mean = jnp.repeat(values.mean.reshape(-1, dim), grouped.shape[2], 0)
         out += weights.sum(-1, keepdims=True) * mean[None]
     return out, lse
 
@@ -140,9 +140,9 @@ def _over_pages(table: Int[Array, "B N P"], page: int, visit, carry, *, side: in
 
 
 def _add_logits(logits, q, pool, table, keys: Basis, rotary: Rotary):
-    width = len(keys.back)
+    width, channels = keys.back.shape
     count = blocks_of(pool, table, width)
-    back = keys.back.reshape(count, width // count, width)
+    back = keys.back.reshape(count, width // count, channels)
 
     def visit(block, pages, logits):
         x, pos = _read(pool, pages)

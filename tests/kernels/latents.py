@@ -18,7 +18,9 @@ class Case:
     """Shapes: tokens of each row, blocks of each pool, and how many of the tokens are in each.
 
     Attributes:
+        kv_heads: of one of the devices that have the same latents.
         dtype: of queries, and of latents that are no codes.
+        devices: how many there are.
     """
 
     tokens: tuple[int, ...] = (37, 0, 12)
@@ -32,10 +34,15 @@ class Case:
     mean: bool = False
     seed: int = 0
     dtype: str = "float32"
+    devices: int = 1
+
+    @property
+    def channels(self) -> int:
+        return self.kv_heads * self.dim
 
     @property
     def width(self) -> int:
-        return self.kv_heads * self.dim
+        return self.devices * self.channels
 
 
 def problem(case: Case, poison: float = np.nan) -> tuple[dict, tuple]:
@@ -44,8 +51,8 @@ def problem(case: Case, poison: float = np.nan) -> tuple[dict, tuple]:
     rows, width = len(case.tokens), case.width
 
     def basis() -> Basis:
-        back = jnp.asarray(rng.standard_normal((width, width)) / 4, jnp.float32)
-        mean = jnp.asarray(rng.standard_normal(width), jnp.float32) if case.mean else None
+        back = jnp.asarray(rng.standard_normal((width, case.channels)) / 4, jnp.float32)
+        mean = jnp.asarray(rng.standard_normal(case.channels), jnp.float32) if case.mean else None
         return Basis(back, mean)
 
     keys, values = basis(), basis()

@@ -33,6 +33,9 @@ CASES = {
     ),
     "int8": Case(blocks=(4,), fmt="int8", seed=3),
     "int4, many blocks": Case(blocks=(8,), fmt="int4", page=16, seed=4),
+    "a device's own heads": Case(
+        tokens=(19, 6), kv_heads=1, heads=2, blocks=(1, 3), mean=True, devices=3, seed=5
+    ),
 }
 QUICK = {
     ("triton", "three heads of an odd width"),

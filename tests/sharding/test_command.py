@@ -58,7 +58,6 @@ def test_answers_are_those_of_one_device(decode, prompts):
             ("--coordinator", "a:1", "--num-processes", 2, "--process-id", 2),
             "--process-id must be below --num-processes 2, got 2",
         ),
-        (("--tp", 2, "--save-cache", "a.kv"), "--save-cache is for one device: leave out --tp"),
         (("--coordinator", "auto"), "shares out the prompts of a file: give --prompts FILE"),
     ],
 )
