@@ -66,6 +66,18 @@ def test_what_cannot_work_is_refused(decode, flags, message):
     assert outcome.code == 2 and message in outcome.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [(), ("--tp", 4)])
+def test_a_saved_cache_goes_on_with_other_devices(decode, after, tmp_path):
+    path, form = tmp_path / "cache", ("--format", "json", "--greedy")
+    whole = decode("-p", "tell me", *form, "--max-new-tokens", 30)
+    first = decode("-p", "tell me", *form, "--max-new-tokens", 17, "--tp", 2, "--save-cache", path)
+    on = decode("--load-cache", path, *form, "--max-new-tokens", 13, *after)
+    assert first.code == on.code == 0, on.err
+    said = (json.loads(outcome.out)["text"] for outcome in (first, on))
+    assert "".join(said) == json.loads(whole.out)["text"]
+
+
 def texts(lines: str) -> dict[int, str]:
     rows = map(json.loads, lines.splitlines())
     return {row["id"]: row["text"] for row in rows}

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import plan
+from kvjax.decoding.conversation import Conversation
+from kvjax.decoding.empty import empty_cache
+from kvjax.sharding import groups, on, shards
+from pallas_kernels import SCRATCH_PAGE
 from tests.decoding import small
-from tests.decoding.test_conversation import HOW, RECIPES, prompt_of
+from tests.decoding.test_conversation import HOW, RECIPES, prompt_of, same
 from tests.sharding.test_decode import lm
 from tests.sharding.test_latents import recipe_of
 
@@ -43,6 +48,29 @@ def saved_and_loaded(kept: kvjax.Conversation, devices: str, path) -> kvjax.Conv
     return kvjax.load_cache(model(devices), path, recipe=kept.recipe)
 
 
+@pytest.mark.parametrize("devices", ["tp2", "tp4"])
+def test_a_row_is_put_on_devices_and_taken_back(devices):
+    """Bit by bit; each device has its own heads' pages, and knows which are free."""
+    recipe = RECIPES["uniform"]
+    kept = decode("one", prompt_of(recipe), recipe, 17).cache
+    [lm] = groups(model(devices))
+    with on(lm.mesh):
+        size = {"batch_size": 1, "prompt_tokens": 40, "max_new_tokens": 17, "parameter_bytes": 0}
+        planned = plan(lm.config, recipe, dtype=lm.dtype, tp=shards(lm.mesh), **size)
+        cache = kept.state(lm, empty_cache(lm, planned.geometry)).cache
+    same(Conversation.of(lm, cache, recipe, kept.tokens, kept.answered), kept)
+    for layer in cache.layers:
+        for pool, table, free in zip(layer.pools, layer.tables, layer.free, strict=True):
+            mine = (pool.pos, free.pages, free.count)
+            parts = zip(*(array.addressable_shards for array in mine), strict=True)
+            for head, (pos, pages, count) in enumerate(parts):
+                own = np.asarray(table)[0, head]
+                own = own[own != SCRATCH_PAGE].tolist()
+                left = np.asarray(pages.data)[: int(count.data[0])].tolist()
+                assert own and sorted(own + left) == list(range(1, len(pos.data)))
+
+
+@slow
 def test_an_answer_goes_on_elsewhere(recipe_of, tmp_path):
     """Of latents, on one device after two: as if it had been one all the time."""
     recipe, prompt = recipe_of("dynakv"), small.prompts()[0]
