@@ -145,8 +145,10 @@ def test_a_turn_is_read_as_it_would_have_been_decoded(name, text_lm):
     assert row.keys() == second.cache.row.keys()
     for place in [name for name in row if name.endswith((".pos", ".pages", "kind", "level"))]:
         assert (row[place] == second.cache.row[place]).all(), place
+    # A code on the edge of two may become the other one, which later layers see.
+    tolerance = 5e-3 if any(name.endswith("k_scale") for name in row) else 2e-4
     for place in [name for name in row if name.endswith(".0.k")]:
-        np.testing.assert_allclose(row[place], second.cache.row[place], atol=2e-4)
+        np.testing.assert_allclose(row[place], second.cache.row[place], atol=tolerance)
 
 
 @pytest.mark.parametrize("texts", [("?",), pytest.param(("And?", "Again?"), marks=slow)])

@@ -109,7 +109,8 @@ def test_every_recipe(name, model, size, recipe_of):
     alone, spread = (small.decode(LONG, m, **how) for m in (small.lm(model), lm(*size, model)))
     agree(spread, alone)
     assert any(own.report["kv"]["crowded"] for own in alone) == ("room" in name)
-    assert any(own.report["kv"]["evictions"] for own in alone) == (name in ("snapkv", "thinkv"))
+    evicts = name in ("snapkv", "thinkv") or model == "gpt_oss"  # whose windows move on
+    assert any(own.report["kv"]["evictions"] for own in alone) == evicts
 
 
 @slow
