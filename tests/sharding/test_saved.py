@@ -19,6 +19,7 @@ from tests.sharding.test_latents import recipe_of
 __all__ = ["recipe_of"]
 slow = pytest.mark.slow
 SIZES = {"tp2": (2, 1), "tp4": (4, 1), "dp2 tp2": (2, 2)}
+ROUNDED = ("_scale", "_zero")
 TURN = small.prompts([21], seed=9)[0]
 
 
@@ -32,15 +33,18 @@ def model(devices: str) -> kvjax.LanguageModel:
 
 
 def alike(left: kvjax.Conversation, right: kvjax.Conversation) -> None:
-    """They hold the same, but for sums that were added in another order."""
+    """They hold the same, but for sums that were added in another order.
+
+    A little more may round a code to the next, with its scale, which later layers see.
+    """
     assert left == right and left.row.keys() == right.row.keys()
     for name, array in left.row.items():
         other = right.row[name]
         assert array.shape == other.shape and array.dtype == other.dtype, name
-        if array.dtype.kind == "f":
-            np.testing.assert_allclose(array, other, atol=1e-3, err_msg=name)
-        elif array.dtype != np.uint8:  # codes, which a little more may round to the next
-            np.testing.assert_array_equal(array, other, err_msg=name)
+        if (array.dtype == np.uint8 and name.endswith((".k", ".v"))) or name.endswith(ROUNDED):
+            continue
+        atol = 5e-3 if array.dtype.kind == "f" else 0
+        np.testing.assert_allclose(array, other, rtol=0, atol=atol, err_msg=name)
 
 
 def saved_and_loaded(kept: kvjax.Conversation, devices: str, path) -> kvjax.Conversation:
@@ -59,8 +63,11 @@ def test_a_row_is_put_on_devices_and_taken_back(devices):
         planned = plan(lm.config, recipe, dtype=lm.dtype, tp=shards(lm.mesh), **size)
         cache = kept.state(lm, empty_cache(lm, planned.geometry)).cache
     same(Conversation.of(lm, cache, recipe, kept.tokens, kept.answered), kept)
-    for layer in cache.layers:
-        for pool, table, free in zip(layer.pools, layer.tables, layer.free, strict=True):
+    for number, layer in enumerate(cache.layers):
+        for index, (pool, table, free) in enumerate(
+            zip(layer.pools, layer.tables, layer.free, strict=True)
+        ):
+            pages_of, k = (kept.row[f"{number}.{index}.{name}"] for name in ("pages", "k"))
             mine = (pool.pos, free.pages, free.count)
             parts = zip(*(array.addressable_shards for array in mine), strict=True)
             for head, (pos, pages, count) in enumerate(parts):
@@ -68,6 +75,8 @@ def test_a_row_is_put_on_devices_and_taken_back(devices):
                 own = own[own != SCRATCH_PAGE].tolist()
                 left = np.asarray(pages.data)[: int(count.data[0])].tolist()
                 assert own and sorted(own + left) == list(range(1, len(pos.data)))
+                held = np.asarray(pool.k.addressable_shards[head].data)[own[0]]
+                assert (held == k[pages_of[: head // lm.copies].sum()]).all()
 
 
 @slow
