@@ -65,7 +65,7 @@ def attend_by_position(
         logits_of: what `latent_logits` is here.
         sums_of: what `latent_sums` is here.
     """
-    rows, heads, dim = q.shape
+    rows, _, dim = q.shape
     width, channels = keys.back.shape
     grouped = q.reshape(rows, channels // dim, -1, dim)
     logits, live = logits_of(grouped, pools, tables, keys, rotary, span)
