@@ -6,7 +6,8 @@
 Times ``decode_chunk``, the program that decoding calls, and the maintenance between chunks, over
 whole periods of it, and sets them against the memory roofline: the bytes that a step must read
 (weights, and the keys, values, scales and biases of live slots) over the bandwidth that the same
-run measured. Rows begin at ``--context`` tokens, of which a method that evicts holds ``--budget``.
+run measured, or for weights the operations over the products of matrices that an H200 reaches.
+Rows begin at ``--context`` tokens, of which a method that evicts holds ``--budget``.
 "rkv-gathered" is R-KV without pages, as its authors keep a cache (``kvjax.eval.gathered``). A
 process' peak is of all that it has measured so far: give each method a process of its own.
 """
@@ -32,6 +33,7 @@ from kvjax.decoding.chunk import DecodeState, decode_chunk
 from kvjax.decoding.maintain import maintain
 from kvjax.eval import gathered
 from kvjax.eval.filled import PROMPT, filled
+from kvjax.eval.kernel_times import kernel_times
 from kvjax.eval.record import run_record, write_json
 from kvjax.memory import device_memory, memory_in_use
 from kvjax.models.config import ModelConfig
@@ -44,6 +46,8 @@ from pallas_kernels.paged_attention.api import Implementation
 GATHERED = "rkv-gathered"
 METHODS = ("full", "uniform", "rkv", GATHERED, "thinkv")
 EVERY = recipes.rkv().every
+PRODUCTS = 790e12  # operations a second of an H200's products of bfloat16, as PyTorch has them
+MOST_KERNELS = 40
 LARGEST = 0
 """As a batch size: as many rows as fit."""
 _ROOM = 0.85  # of the memory that weights and cache may take; a step's temporaries need some
@@ -92,12 +96,14 @@ class Timed:
             not count, in which every call was waited for.
         first_s: of the first period, compilation included.
         states: what each group of devices holds after it.
+        kernels: of one more period, as ``kernel_times`` has them, if it was asked for.
     """
 
     raw_ms: list[float]
     upkeep_ms: float
     first_s: float
     states: list[DecodeState]
+    kernels: list[dict] = dataclasses.field(default_factory=list)
 
 
 def timed(
@@ -110,6 +116,7 @@ def timed(
     warm: int = 3,
     kernel: Implementation | None = None,
     fill: Callable[..., DecodeState] = filled,
+    profile: bool = False,
 ) -> Timed:
     """Time ``decode_chunk`` and the maintenance between chunks, over whole periods of it.
 
@@ -118,10 +125,11 @@ def timed(
         warm: periods before those that count: a command buffer is recorded in its second run.
         kernel: what computes attention, as ``kvjax.generate`` has it.
         fill: makes the state to begin with, as `filled` does.
+        profile: also see which kernels take the time.
     """
     tick = 16
     ticks = _period(recipe) // tick
-    steps = tick * ticks * (repeats + warm)
+    steps = tick * ticks * (repeats + warm + profile)
     # Whole periods of decoding, so that maintenance falls where it would.
     begin = (context - PROMPT) // (tick * ticks) * tick * ticks
     context = PROMPT + begin
@@ -131,43 +139,43 @@ def timed(
             states.append(fill(config, recipe, rows, context, steps, tp=shards(mesh)))
     halt, compress = np.zeros(rows, bool), np.ones(rows, bool)
     raw, upkeep = [], 0.0
+
+    def tick_of(group: int, done: int, watched: bool):
+        nonlocal upkeep
+        mesh, model = placed[group]
+        state = states[group]
+        with on(mesh):
+            if not recipe.keeps_all:
+                keep = functools.partial(
+                    maintain, state, compress, config=config, recipe=recipe, done=done
+                )
+                if watched:
+                    jax.block_until_ready(state)
+                    began = time.perf_counter()
+                    state = jax.block_until_ready(keep())
+                    upkeep += time.perf_counter() - began
+                else:
+                    state = keep()
+            states[group], output = decode_chunk(
+                model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe, kernel=kernel
+            )
+        return output
+
+    def period(i: int):
+        for j in range(ticks):
+            done = begin + (i * ticks + j) * tick
+            outputs = [tick_of(group, done, i == warm - 1) for group in range(len(placed))]
+        return outputs
+
     start = time.perf_counter()
     for i in range(repeats + warm):
-
-        def tick_of(group: int, done: int, watched: bool):
-            nonlocal upkeep
-            mesh, model = placed[group]
-            state = states[group]
-            with on(mesh):
-                if not recipe.keeps_all:
-                    keep = functools.partial(
-                        maintain, state, compress, config=config, recipe=recipe, done=done
-                    )
-                    if watched:
-                        jax.block_until_ready(state)
-                        began = time.perf_counter()
-                        state = jax.block_until_ready(keep())
-                        upkeep += time.perf_counter() - began
-                    else:
-                        state = keep()
-                states[group], output = decode_chunk(
-                    model, state, None, halt, steps=tick, stop_ids=(), recipe=recipe, kernel=kernel
-                )
-            return output
-
-        def period(i=i):
-            for j in range(ticks):
-                done = begin + (i * ticks + j) * tick
-                watched = i == warm - 1
-                outputs = [tick_of(group, done, watched) for group in range(len(placed))]
-            return outputs
-
-        seconds = _seconds(period)
+        seconds = _seconds(functools.partial(period, i))
         if i == 0:
             first_s = time.perf_counter() - start
         if i >= warm:
             raw.append(1000 * seconds / (tick * ticks))
-    return Timed(raw, 1000 * upkeep / (tick * ticks), first_s, states)
+    kernels = kernel_times(functools.partial(period, repeats + warm)) if profile else []
+    return Timed(raw, 1000 * upkeep / (tick * ticks), first_s, states, kernels)
 
 
 def largest_batch(
@@ -203,8 +211,12 @@ def measure(
     repeats: int,
     bandwidth: float,
     kernel: Implementation | None = None,
+    profile: bool = False,
 ) -> dict:
-    """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them."""
+    """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them.
+
+    Weights take the time to read them or to multiply all rows by them, whichever is longer.
+    """
     embedding = config.vocab_size * config.hidden_size * 2  # one row of it is read, not all
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     largest = rows == LARGEST
@@ -223,12 +235,15 @@ def measure(
         budget = recipe.budget
         if largest:
             rows = largest_batch(config, recipe, parameters, context)
-        found = timed(config, [(None, model)], recipe, rows, context, repeats, kernel=kernel)
+        how = {"kernel": kernel, "profile": profile}
+        found = timed(config, [(None, model)], recipe, rows, context, repeats, **how)
         [state] = found.states
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
         read = _bytes_read(state.cache)
-    bytes_a_step = parameters - embedding + read
-    floor_ms = 1000 * bytes_a_step / bandwidth
+    weights = parameters - embedding
+    bytes_a_step = weights + read
+    # Two operations for each weight, of two bytes, and row.
+    floor_ms = 1000 * (max(weights / bandwidth, weights * rows / PRODUCTS) + read / bandwidth)
     step_ms = statistics.median(found.raw_ms)
     return {
         "method": name,
@@ -247,6 +262,7 @@ def measure(
         "fraction_of_roofline": floor_ms / step_ms,
         "first_period_s": found.first_s,
         "raw_ms": found.raw_ms,
+        "kernels": found.kernels[:MOST_KERNELS],
     }
 
 
@@ -324,6 +340,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1024, help="of what evicts")
     parser.add_argument("--kernel", choices=get_args(Implementation), help="of attention")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="also say which kernels take long")
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
@@ -342,7 +359,7 @@ def main() -> None:
     print("method       batch  ms/step  upkeep  tokens/s  floor ms", end="  ")
     print("of roofline  cache GiB  first period s")
     size = {"context": args.context, "repeats": args.repeats, "bandwidth": bandwidth}
-    size["kernel"] = args.kernel
+    size |= {"kernel": args.kernel, "profile": args.profile}
     for name in args.methods:
         fits = True  # where one batch does not, a larger one does not either
         for rows in args.batch:
@@ -365,6 +382,8 @@ def main() -> None:
                 f"{result['cache_bytes'] / 2**30:10.2f} {result['first_period_s']:15.1f}",
                 flush=True,
             )
+            for kernel in result["kernels"][:12]:
+                print(f"    {kernel['ms']:9.2f} ms {kernel['count']:7d} x {kernel['name']}")
             if args.out:
                 write_json(args.out, record)
 
