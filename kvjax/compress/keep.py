@@ -49,7 +49,7 @@ def keep_mask(
     slot = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
     keys = rank_class, -jnp.where(unknown, 0, scores), -pos
     *_, order = jax.lax.sort((*keys, slot), dimension=2, num_keys=3)
-    rank = jnp.argsort(order, axis=2)
+    rank = jnp.put_along_axis(slot, order, slot, axis=2, inplace=False)
     room = jnp.asarray(budget, jnp.int32)
     room = room[:, :, None] if room.ndim == 2 else room.reshape(-1, 1, 1)
     return must | (live & (rank < room))

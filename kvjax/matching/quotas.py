@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-HALVINGS = 48
+POINTS, ROUNDS = 16, 7  # that a bracket is narrowed by; 17**7 is beyond float32's precision
 GRID = 1024
 """Remainders are told apart by one part in so many; what is closer is equal, but for rounding."""
 
@@ -33,20 +33,21 @@ def quotas(
     low, high = least.astype(jnp.float32), available.astype(jnp.float32)
 
     def at(log_factor):
-        return jnp.clip(jnp.exp(log_factor) * shares, low, high)
+        return jnp.clip(jnp.exp(log_factor)[..., None] * shares[None], low[None], high[None])
 
-    def halve(_, bracket):
-        middle = bracket.mean()
-        below = at(middle).sum() <= total.astype(jnp.float32)
-        return jnp.where(below, jnp.stack([middle, bracket[1]]), jnp.stack([bracket[0], middle]))
-
-    most = jnp.log(1e6 * jnp.float32(max(len(shares), 2)) ** 2)
-    bracket = jnp.stack([jnp.log(jnp.float32(1e-9)), most])
-    found = jax.lax.fori_loop(0, HALVINGS, halve, bracket)[1]
+    # Many points at a time: on a GPU a round takes as long as its few launches.
+    bounds = jnp.log(jnp.float32(1e-9)), jnp.log(1e6 * jnp.float32(max(len(shares), 2)) ** 2)
+    for _ in range(ROUNDS):
+        points = jnp.linspace(*bounds, POINTS + 2)
+        below = at(points[1:-1]).sum(-1) <= total.astype(jnp.float32)
+        last = below.sum(dtype=jnp.int32)
+        bounds = points[last], points[last + 1]
     # To full precision, now that it is known which limits are met.
-    free = (jnp.exp(found) * shares > low) & (jnp.exp(found) * shares < high)
-    rest = total.astype(jnp.float32) - jnp.where(free, 0, at(found)).sum()
-    exact = jnp.where(free, rest / jnp.where(free, shares, 0).sum() * shares, at(found))
+    found = jnp.exp(bounds[1]) * shares
+    free = (found > low) & (found < high)
+    limits = jnp.clip(found, low, high)
+    rest = total.astype(jnp.float32) - jnp.where(free, 0, limits).sum()
+    exact = jnp.where(free, rest / jnp.where(free, shares, 0).sum() * shares, limits)
     exact = jnp.clip(exact, low, high)
     whole = jnp.floor(exact).astype(jnp.int32)
     remainder = jnp.where(whole < available, exact - whole.astype(jnp.float32), -1)
