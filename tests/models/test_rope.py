@@ -71,3 +71,19 @@ def test_bfloat16_is_rotated_in_float32():
         turned.astype(jnp.float32),
         rotate(x.astype(jnp.float32), *angles).astype(jnp.bfloat16).astype(jnp.float32),
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: str(c["config"]["rope_scaling"])[:40])
+def test_keys_that_were_rotated_can_be_moved(case):
+    """What lets a chunk of text be compacted by itself and then stand elsewhere: to turn its keys
+    by a distance is to compute them there."""
+    rope, dim = RopeConfig.from_hf(Fields(case["config"]), theta=1e4), case["config"]["head_dim"]
+    keys = jnp.asarray(np.random.default_rng(2).standard_normal((1, 5, 2, dim)), jnp.float32)
+    positions = jnp.asarray([[0, 1, 5, 40, 90]], jnp.int32)
+    _, factor = inverse_frequencies(rope, dim)
+    for distance in (1, 37, 4000):
+        by = rotation(jnp.full((1, 5), distance, jnp.int32), rope, dim)
+        moved = rotate(rotate(keys, *rotation(positions, rope, dim)), *(x / factor for x in by))
+        there = rotate(keys, *rotation(positions + distance, rope, dim))
+        np.testing.assert_allclose(moved, there, atol=2e-3)
+        assert np.abs(moved - rotate(keys, *rotation(positions, rope, dim))).max() > 0.1
