@@ -1,13 +1,14 @@
 """Decoding and training on several GPUs against one, with random weights.
 
+    python -m kvjax.eval.bench_scale --out eval/results/scale_one_h200.json one
     python -m kvjax.eval.bench_scale --out eval/results/scale_tp_h200.json tp
-    python -m kvjax.eval.bench_scale --out eval/results/scale_dp_h200.json dp
+    python -m kvjax.eval.bench_scale --out eval/results/scale_dp_h200.json dp --batch 32
     python -m kvjax.eval.bench_scale --out eval/results/scale_train_h200.json train
 
-``tp``: milliseconds a decode step of Llama 3.1 8B's shape on one GPU and on ``--devices`` that
-share it, at batch sizes up to the largest that fits. ``dp``: tokens a second with rows on one GPU,
-and as many on each. ``train``: tokens a second of a DynaKV update of SmolLM2-135M's shape, with as
-many rows on each. What is timed are the programs that users run, over whole periods of maintenance.
+``one``: milliseconds a decode step of Llama 3.1 8B's shape on one GPU, at batch sizes up to the
+largest that fits. ``tp``: on ``--devices`` that share it. ``dp``: with as many rows on each as on
+one. ``train``: tokens a second of a DynaKV update of SmolLM2-135M's shape, on one and with as many
+rows on each. What is timed are the programs that users run, over whole periods of maintenance.
 """
 
 import argparse
@@ -149,7 +150,8 @@ def training(
 
 def results(args: argparse.Namespace) -> Iterator[dict]:
     """What the command line asks for, one after the other."""
-    devices = list(device_mesh(args.devices).devices.flat)
+    count = 1 if args.part == "one" else args.devices
+    devices = list(device_mesh(count).devices.flat)
     if args.part == "train":
         config = ModelConfig.from_hf(SMOLLM2 | _depth(args))
         size = {"rows": args.rows, "seq_len": args.seq_len, "repeats": args.repeats}
@@ -158,9 +160,8 @@ def results(args: argparse.Namespace) -> Iterator[dict]:
         return
     config = ModelConfig.from_hf(LLAMA_8B | _depth(args))
     size = {"context": args.context, "budget": args.budget, "repeats": args.repeats}
-    apart = [[device] for device in devices]
-    for groups in ([devices[:1]], [devices] if args.part == "tp" else apart):
-        yield from decoding(config, groups, args.methods, args.batch, **size)
+    ways = {"one": [devices[:1]], "tp": [devices], "dp": [[device] for device in devices]}
+    yield from decoding(config, ways[args.part], args.methods, args.batch, **size)
 
 
 def _depth(args: argparse.Namespace) -> dict[str, int]:
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
     parts = parser.add_subparsers(dest="part", required=True)
-    for name in ("tp", "dp", "train"):
+    for name in ("one", "tp", "dp", "train"):
         part = parts.add_parser(name)
         part.add_argument("--devices", type=int, default=2)
         part.add_argument("--repeats", type=int, default=5)
@@ -198,9 +199,12 @@ def main() -> None:
             part.add_argument("--rows", type=int, default=8, help="of each device")
             part.add_argument("--seq-len", type=int, default=1024)
             continue
-        batch = [1, 32, LARGEST] if name == "tp" else [32]
         part.add_argument(
-            "--batch", type=int, nargs="+", default=batch, help=f"{LARGEST}: the largest that fits"
+            "--batch",
+            type=int,
+            nargs="+",
+            default=[1, 32, LARGEST],
+            help=f"of each group of devices; {LARGEST}: the largest that fits",
         )
         part.add_argument(
             "--methods", nargs="+", choices=("full", "thinkv"), default=["full", "thinkv"]

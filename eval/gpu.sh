@@ -38,19 +38,28 @@ for part in $PARTS; do
     decode) # each in a process of its own, so that its peak of memory is its own
         export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
         for method in full uniform rkv rkv-gathered thinkv; do
-            bench decode 900 bench_decode --context 32000 --budget 1024 --repeats 3 --methods "$method" \
-                --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
+            bench decode 900 bench_decode --context 32000 --budget 1024 --repeats 3 \
+                --methods "$method" --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
         done
+        bench decode 900 bench_decode --context 32000 --budget 1024 --repeats 3 --kernel mosaic \
+            --methods thinkv --batch 1 8 32 128 256 0 --out "$OUT/decode_thinkv_mosaic.json"
         ;;
     latents) bench latents 300 bench_latents --codecs bf16 int4 --out "$OUT/latents.json" ;;
     thinkv) bench thinkv 600 bench_thinkv --out "$OUT/thinkv_overhead.json" overhead --segments 2 ;;
     tam) bench tam 600 bench_tam --out "$OUT/tam_time.json" time ;;
-    scale) # two GPUs
+    scale) # two GPUs, of which first each times one method by itself
+        export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}
+        CUDA_VISIBLE_DEVICES=0 bench scale_full 300 bench_scale --out "$OUT/scale_one_full.json" \
+            one --methods full &
+        CUDA_VISIBLE_DEVICES=1 bench scale_thinkv 300 bench_scale --out "$OUT/scale_one_thinkv.json" \
+            one --methods thinkv &
+        wait
         for method in full thinkv; do
-            bench scale 600 bench_scale --out "$OUT/scale_tp_$method.json" tp --methods "$method"
+            bench scale 400 bench_scale --out "$OUT/scale_dp_$method.json" dp --batch 32 \
+                --methods "$method"
+            bench scale 400 bench_scale --out "$OUT/scale_tp_$method.json" tp --methods "$method"
         done
-        bench scale 600 bench_scale --out "$OUT/scale_dp.json" dp
-        bench scale 600 bench_scale --out "$OUT/scale_train.json" train
+        bench scale 300 bench_scale --out "$OUT/scale_train.json" train
         ;;
     *)
         echo "no part $part: tests sanitizer kernels launches decode latents thinkv tam scale" >&2
