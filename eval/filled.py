@@ -53,7 +53,7 @@ def held(recipe: Recipe, config: ModelConfig, context: int) -> tuple[list[Held],
     token = np.arange(sizes[level])
     pos = PROMPT + every * np.arange(count)[:, None] + token * (every // len(token))
     survives = (token[:, None] < np.array(retention.schedule)).sum(1)
-    [policy] = set(policies(recipe, config))
+    policy, *_ = policies(recipe, config)  # layers differ in the queries that they keep
     into = np.array(policy.of_kind)[np.arange(count) % 3]
     found = []
     for index in range(1, 1 + len(policy.classes)):

@@ -32,7 +32,7 @@ CONFIG = ModelConfig.from_hf(
 EVERY, BUDGET = 32, 128
 RECIPE = recipes.thinkv(
     BUDGET,
-    segmenter=Sparsity((0, 1), (0.3, 0.6), every=EVERY),
+    segmenter=Sparsity((1,), (0.3, 0.6), every=EVERY),
     retention=Retention(schedule=(16, 8, 4)),
     page_size=16,
 )
