@@ -1,6 +1,5 @@
 """How a budget is shared out over segments."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
