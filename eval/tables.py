@@ -175,11 +175,16 @@ def depth_tables(record: Found) -> list[Table]:
 
 
 def points(record: Found) -> dict[str, list[Point]]:
-    """What is drawn, by the task; over all levels of it."""
+    """What is drawn, by the task: over all levels of it, or level by level where a recipe takes
+    other bytes at another level, so that there is no one place for all of them."""
     drawn: dict[str, list[Point]] = {}
     for found in _run(record):
-        if found.get("level", ALL) == ALL or _levels(record, found["task"]) == [found["level"]]:
-            drawn.setdefault(found.get("task", record.get("text", "")), []).append(_point(found))
+        task, level = found.get("task", record.get("text", "")), found.get("level", ALL)
+        levels = _levels(record, task)
+        together = not levels or (len(levels) > 1 and not _apart(record, task))
+        if (level == ALL) == together:
+            title = _title(task, level) if len(levels) > 1 else task
+            drawn.setdefault(title, []).append(_point(found))
     return drawn
 
 
@@ -198,9 +203,19 @@ def _run(record: Found) -> list[Found]:
     return [found for found in record["results"] if "refused" not in found and "bytes" in found]
 
 
+def _apart(record: Found, task: str) -> bool:
+    """Whether a recipe takes other bytes at another level."""
+    sizes = {
+        (one["recipe"], one["row_bytes"])
+        for one in _run(record)
+        if one["task"] == task and one["level"] != ALL
+    }
+    return len(sizes) > len({recipe for recipe, _ in sizes})
+
+
 def _levels(record: Found, task: str) -> list[Any]:
-    found = {one["level"] for one in _run(record) if one["task"] == task and one["level"] != ALL}
-    return sorted(found, key=str)
+    found = {one.get("level", ALL) for one in _run(record) if one.get("task", task) == task}
+    return sorted(found - {ALL}, key=str)
 
 
 def _point(found: Found) -> Point:

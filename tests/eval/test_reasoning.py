@@ -145,6 +145,27 @@ def test_what_is_there_is_not_answered_again(evaluate, answering, tmp_path):
     assert code == 2 and "another" in err and len(asked) == 6
 
 
+def test_parts_are_gathered_to_what_one_run_finds(evaluate, answering, tmp_path):
+    known = traces()
+    asked = answering(lambda method, prompt, seed: result(known[prompt][method != "full" :]))
+    assert evaluate(*REASONER)[0] == 6
+    whole = read(tmp_path)["results"]
+    for only in ("mine", "full|few bytes"):
+        evaluate(*REASONER, "--only", only, "--out", tmp_path / "parts" / only[:4])
+    asked.clear()
+    gather = ("--gather", tmp_path / "parts", "--out", tmp_path / "found")
+    code, out, err = evaluate(*REASONER, *gather)
+    found = json.loads((tmp_path / "found" / "reasoning.json").read_text())
+    assert code == 6 and found["results"] == whole and not asked
+    assert "paired" in found["results"][1] and "6 rows are there, 0 are not" in err
+    assert [" --only " in command for command in found["commands"]].count(False) <= 3
+    assert not (tmp_path / "found" / "reasoning.jsonl").exists()
+    code, _, err = evaluate(*REASONER, *gather, "--seed", 1)
+    assert code == 2 and "from another model" in err
+    code, out, err = evaluate(*REASONER, *gather, "--only", "full", "--problems", 2)
+    assert code == 2 or "full" in out
+
+
 def test_samples_vary_the_seed_and_need_a_temperature(evaluate, answering, tmp_path):
     known = traces()
     asked = answering(lambda method, prompt, seed: result(known[prompt][seed % 2 :]))

@@ -200,3 +200,12 @@ def test_a_browser_shows_it(page, tmp_path, width):
     for natural, seen in found["images"]:
         assert natural > 600 and 250 < seen <= width
     assert max(found["sticky"]) < 1
+
+
+def test_levels_of_other_sizes_have_pictures_of_their_own():
+    rows = answers("reasoner", (1000, 2000))
+    own = [row | {"row_bytes": row["level"] * (row["budget"] or 9)} for row in rows]
+    for found, names in ((rows, ["reasoner"]), (own, ["reasoner, 1000", "reasoner, 2000"])):
+        drawn = tables.points({"results": summarise(found, lambda row: row["level"])})
+        assert list(drawn) == names
+        assert all(len(one) == len(NAMES) for one in drawn.values())
