@@ -106,7 +106,7 @@ chosen() {
 reasoning() { # SECONDS OPTIONS...
     local limit=$1
     shift
-    timeout -s TERM -k 15 "$limit" "$PYTHON" -m kvjax.eval.reasoning --quiet --model $MODEL \
+    timeout --foreground -s TERM -k 15 "$limit" "$PYTHON" -m kvjax.eval.reasoning --quiet --model $MODEL \
         --tasks reasoner --recipes $RECIPES --problems "$PROBLEMS" --dtype "$DTYPE" \
         ${COMMIT:+--commit "$COMMIT"} "$@"
 }

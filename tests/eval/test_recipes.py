@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_answer_and_the_prompt_comes_on_top(settled):
     text += "- {method: thinkv, tokens: 1/2}"
     work = Work([100, 141], 1300, True, 1001)
     half, few, thoughts = settled(text, work)
-    assert [one.recipe.budget for one in (half, few, thoughts)] == [620, 380, 500]
+    assert [one.recipe.budget for one in (half, few, thoughts)] == [621, 380, 500]
     assert half.name == "random 1/2 of the tokens" and few.name == "few"
     assert [one.as_dict()["share"] for one in (half, few)] == ["1/2 of the tokens", "260 tokens"]
     [together] = settled("- {method: random, tokens: 1/2}", Work([100, 141], 1300))
@@ -121,6 +121,6 @@ def test_only_some_take_part(tmp_path):
 
     assert names(None) == ["full", "rkv 1/4", "rkv 1/8"]
     assert names("rkv 1/4|full") == ["full", "rkv 1/4"] and names("rkv.*") == ["rkv 1/4", "rkv 1/8"]
-    for only, message in (("rkv", "no recipe; there are full, rkv 1/4"), ("(", "expression")):
+    for only, message in (("rkv", "no recipe; there are rkv 1/4"), ("(", "expression")):
         with pytest.raises(UsageError, match=message):
             names(only)
