@@ -140,7 +140,8 @@ figures)
     gather eviction '(random|streaming|h2o|tova|snapkv_decode|rkv|pam|tam|thinkv) 1/.*'
     gather bits 'int[248]|k4v2|nvfp4|kivi[24]|.*, int4 .*|(random|rkv|thinkv) 1/[0-9]*'
     gather matching '(tam|pam|random|rkv|snapkv_decode)(,.*| 1/4 of the tokens)|thinkv, fitted .*'
-    gather thinkv 'thinkv.*'
+    gather thinkv 'thinkv(, paper|, fitted|, floor 2)? 1/.*'
+    gather variants 'thinkv, .*'
     "$PYTHON" -m kvjax.eval.report "$OUT/found" --title 'What the reasoner finds'
     ;;
 *)

@@ -7,6 +7,8 @@ from kvjax.eval.summary import ALL
 from kvjax.report.units import size
 
 Found = dict[str, Any]
+MANY = 12
+"""Recipes in one picture that can be told apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +16,7 @@ class Point:
     """One recipe in a picture.
 
     Attributes:
+        recipe: its name.
         series: recipes that differ in their share alone belong together.
         y: what is measured, with its interval.
         bytes: of a row, at the peak.
@@ -22,6 +25,7 @@ class Point:
         x: where it stands on a curve over levels.
     """
 
+    recipe: str
     series: str
     y: float
     interval: tuple[float, float]
@@ -189,13 +193,24 @@ def points(record: Found) -> dict[str, list[Point]]:
 
 
 def curves(record: Found) -> dict[str, list[Point]]:
-    """Of tasks with several levels that are numbers, every level of every recipe."""
+    """Of tasks with several levels that are numbers, every level of every recipe.
+
+    Where there are too many to be told apart, those of each share are by themselves, beside the
+    full cache.
+    """
     drawn: dict[str, list[Point]] = {}
-    for found in _run(record):
-        level = found.get("level", ALL)
-        if isinstance(level, int) and len(_levels(record, found["task"])) > 1:
-            point = dataclasses.replace(_point(found), series=found["recipe"], x=level)
-            drawn.setdefault(found["task"], []).append(point)
+    some = [found for found in _run(record) if isinstance(found.get("level"), int)]
+    some = [found for found in some if len(_levels(record, found["task"])) > 1]
+    for found in some:
+        task, alike = found["task"], [one for one in some if one["task"] == found["task"]]
+        titles = [task]
+        if len({one["recipe"] for one in alike}) > MANY:
+            shares = dict.fromkeys(one["share"] for one in alike if one["method"] != "full")
+            here = shares if found["method"] == "full" else [found["share"]]
+            titles = [f"{task}, {share}" if share else task for share in here]
+        point = dataclasses.replace(_point(found), series=found["recipe"], x=found["level"])
+        for title in titles:
+            drawn.setdefault(title, []).append(point)
     return drawn
 
 
@@ -221,6 +236,7 @@ def _levels(record: Found, task: str) -> list[Any]:
 def _point(found: Found) -> Point:
     own = found.get("sum", found)
     return Point(
+        recipe=found["recipe"],
         series=series_of(found),
         y=found["perplexity"] if "perplexity" in found else own["right"],
         interval=tuple(own["interval"]),
