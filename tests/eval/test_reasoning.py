@@ -154,7 +154,7 @@ def test_parts_are_gathered_to_what_one_run_finds(evaluate, answering, tmp_path)
         evaluate(*REASONER, "--only", only, "--out", tmp_path / "parts" / only[:4])
     asked.clear()
     gather = ("--gather", tmp_path / "parts", "--out", tmp_path / "found")
-    code, out, err = evaluate(*REASONER, *gather)
+    code, _, err = evaluate(*REASONER, *gather)
     found = json.loads((tmp_path / "found" / "reasoning.json").read_text())
     assert code == 6 and found["results"] == whole and not asked
     assert "paired" in found["results"][1] and "6 rows are there, 0 are not" in err
