@@ -8,8 +8,9 @@
 # PARTS is a regular expression of what `list` shows, for a choice of it. Others: PYTHON, COMMIT
 # (where this is no checkout), PROBLEMS (256 a level), BATCH (128), DTYPE (bfloat16).
 set -uo pipefail
+OUT=$(realpath -m "${1:?name a folder: eval/reasoner.sh OUT [SECONDS] [JOBS]}")
 cd "$(dirname "$0")/.."
-OUT=$1 LIMIT=${2:-3600} JOBS=${3:-8}
+LIMIT=${2:-3600} JOBS=${3:-8}
 MODEL=eval/models/reasoner RECIPES=eval/reasoner.yaml
 PYTHON=${PYTHON:-python3} PROBLEMS=${PROBLEMS:-256} BATCH=${BATCH:-128} DTYPE=${DTYPE:-bfloat16}
 METHODS=(random rkv streaming snapkv_decode tam h2o pam tova)
@@ -117,7 +118,7 @@ answer() { # PART: in one process; one that is done is not looked at again
     [ -e "$place/done" ] && [ "$place/done" -nt $RECIPES ] && return
     [ $left -gt 15 ] || return
     # H2O adds up the attention of all of a prompt's tokens while it is read, which takes room.
-    [[ $1 == 4000*h2o* ]] && batch=$((batch < 32 ? batch : 32))
+    [[ $1 == 4000*h2o* ]] && batch=$((batch < 64 ? batch : 64))
     [ -z "$GPUS" ] || export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % COUNT + 1)) <<<"$GPUS")
     mkdir -p "$place"
     reasoning $left --levels "$level" --only "$only" --batch-size "$batch" --out "$place" \
@@ -148,7 +149,7 @@ figures)
     export END=$(($(date +%s) + LIMIT - 20)) XLA_PYTHON_CLIENT_PREALLOCATE=false
     # Programs run for seconds: searching for the fastest products would take longer than they do.
     export XLA_FLAGS=${XLA_FLAGS---xla_gpu_autotune_level=0}
-    GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>&- | paste -sd,)}
+    GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
     commas=${GPUS//[^,]/}
     COUNT=$((${#commas} + 1))
     export -f answer reasoning
