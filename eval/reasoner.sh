@@ -8,7 +8,8 @@
 # PARTS is a regular expression of what `list` shows, for a choice of it. Others: PYTHON, COMMIT
 # (where this is no checkout), PROBLEMS (256 a level), BATCH (128), DTYPE (bfloat16).
 set -uo pipefail
-OUT=$(realpath -m "${1:?name a folder: eval/reasoner.sh OUT [SECONDS] [JOBS]}")
+[ $# -gt 0 ] || { echo 'eval/reasoner.sh OUT [SECONDS] [JOBS]: name a folder' >&2; exit 2; }
+OUT=$(realpath -m "$1")
 cd "$(dirname "$0")/.."
 LIMIT=${2:-3600} JOBS=${3:-8}
 MODEL=eval/models/reasoner RECIPES=eval/reasoner.yaml
@@ -107,16 +108,23 @@ chosen() {
 reasoning() { # SECONDS OPTIONS...
     local limit=$1
     shift
-    timeout --foreground -s TERM -k 15 "$limit" "$PYTHON" -m kvjax.eval.reasoning --quiet --model $MODEL \
-        --tasks reasoner --recipes $RECIPES --problems "$PROBLEMS" --dtype "$DTYPE" \
-        ${COMMIT:+--commit "$COMMIT"} "$@"
+    timeout --foreground -s TERM -k 15 "$limit" "$PYTHON" -m kvjax.eval.reasoning --quiet \
+        --model $MODEL --tasks reasoner --recipes $RECIPES --problems "$PROBLEMS" \
+        --dtype "$DTYPE" ${COMMIT:+--commit "$COMMIT"} "$@"
+}
+
+place() { # PART: its folder
+    echo "$OUT/parts/${1//[^a-z0-9_]/-}"
+}
+
+is_done() { # PART: with these recipes
+    [ "$(cat "$(place "$1")/done" 2>/dev/null)" = "$MARK" ]
 }
 
 answer() { # PART: in one process; one that is done is not looked at again
     local level=${1%% *} only=${1#* } batch=$BATCH left=$((END - $(date +%s))) started=$SECONDS code
-    local place=$OUT/parts/${1//[^a-z0-9_]/-}
-    [ -e "$place/done" ] && [ "$place/done" -nt $RECIPES ] && return
-    [ $left -gt 15 ] || return
+    local place=$(place "$1")
+    if is_done "$1" || [ $left -le 15 ]; then return; fi
     # H2O adds up the attention of all of a prompt's tokens while it is read, which takes room.
     [[ $1 == 4000*h2o* ]] && batch=$((batch < 64 ? batch : 64))
     [ -z "$GPUS" ] || export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % COUNT + 1)) <<<"$GPUS")
@@ -124,7 +132,7 @@ answer() { # PART: in one process; one that is done is not looked at again
     reasoning $left --levels "$level" --only "$only" --batch-size "$batch" --out "$place" \
         >"$place/figures" 2>"$place/log"
     code=$?
-    [ $code = 0 ] || [ $code = 6 ] && touch "$place/done"
+    if [ $code = 0 ] || [ $code = 6 ]; then echo "$MARK" >"$place/done"; fi
     echo "$1: exit code $code after $((SECONDS - started)) s"
     cat "$place/figures"
     [ $code = 0 ] || tail -n 3 "$place/log" | cut -c1-200
@@ -149,14 +157,16 @@ figures)
     export END=$(($(date +%s) + LIMIT - 20)) XLA_PYTHON_CLIENT_PREALLOCATE=false
     # Programs run for seconds: searching for the fastest products would take longer than they do.
     export XLA_FLAGS=${XLA_FLAGS---xla_gpu_autotune_level=0}
-    GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+    GPUS=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)
+    GPUS=${CUDA_VISIBLE_DEVICES-$GPUS}
     commas=${GPUS//[^,]/}
     COUNT=$((${#commas} + 1))
-    export -f answer reasoning
-    export OUT MODEL RECIPES PYTHON PROBLEMS BATCH DTYPE GPUS COUNT
+    MARK=$(cksum <$RECIPES)
+    export -f answer reasoning place is_done
+    export MARK OUT MODEL RECIPES PYTHON PROBLEMS BATCH DTYPE GPUS COUNT
     chosen | xargs -d '\n' -n 1 -P $((JOBS * COUNT)) --process-slot-var=SLOT bash -c 'answer "$1"' _
     left=$(chosen | while read -r one; do
-        [ -e "$OUT/parts/${one//[^a-z0-9_]/-}/done" ] || echo "$one"
+        is_done "$one" || echo "$one"
     done)
     [ -z "$left" ] || { echo "to go: $(wc -l <<<"$left") of $(chosen | wc -l) parts"; exit 1; }
     ;;
