@@ -147,7 +147,7 @@ def _slug(text: str) -> str:
 
 def _section(record: dict[str, Any], path: pathlib.Path, drawn: list[Picture]) -> str:
     run = record["run"]
-    heading = KINDS[record["kind"]][0]
+    heading = ": ".join([KINDS[record["kind"]][0], *path.parent.parts])
     facts = [record["model"], record["dtype"], run["device"], f"commit {run['commit']}", str(path)]
     images = "".join(_figure(picture) for picture in drawn)
     tables = _TABLES[record["kind"]](record) + depth_tables(record)
