@@ -14,7 +14,7 @@ from kvjax.errors import KvjaxError, NumericalError, UsageError
 from kvjax.eval.options import EvalConfig
 from kvjax.eval.problems import Group, Problem
 from kvjax.eval.recipes import Named, Settled, Work, settle
-from kvjax.eval.rows import Rows, row_key
+from kvjax.eval.rows import GatheredRows, Rows, row_key
 from kvjax.loading import LanguageModel
 from kvjax.recipes import full
 from kvjax.report.progress import ProgressLine, describe
@@ -97,13 +97,13 @@ class Answering:
         self,
         lm: LanguageModel,
         config: EvalConfig,
-        rows: Rows,
+        rows: Rows | GatheredRows,
         sampling: dict[str, Any],
         samples: int = 1,
     ):
         """Args:
         lm: the model; only its shape where nothing is decoded.
-        rows: where answers go.
+        rows: where answers go, or, where nothing is decoded, those that are there.
         sampling: options of ``kvjax.stream``.
         samples: answers to each problem.
         """

@@ -15,7 +15,7 @@ from kvjax.eval.answering import PLACE, Answering, Job, ask, jobs
 from kvjax.eval.options import EvalConfig
 from kvjax.eval.problems import Group
 from kvjax.eval.recipes import Settled, read_recipes, shape_of
-from kvjax.eval.rows import Rows, write_results
+from kvjax.eval.rows import GatheredRows, Rows, write_results
 from kvjax.eval.summary import ALL, described
 from kvjax.loading import LanguageModel
 from kvjax.report.progress import ProgressLine
@@ -26,9 +26,14 @@ Summary = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
 @contextlib.contextmanager
-def open_rows(config: EvalConfig, name: str, place: tuple[str, ...]) -> Iterator[Rows]:
-    """The file of a run's rows, closed in the end."""
-    rows = Rows(config.folder() / f"{name}.jsonl", place)
+def open_rows(
+    config: EvalConfig, name: str, place: tuple[str, ...], gather: str | None = None
+) -> Iterator[Rows | GatheredRows]:
+    """The file of a run's rows, closed in the end; or what a folder's folders have, to be read."""
+    if gather is None:
+        rows = Rows(config.folder() / f"{name}.jsonl", place)
+    else:
+        rows = GatheredRows(pathlib.Path(gather), f"{name}.jsonl", place)
     try:
         yield rows
     finally:
@@ -64,6 +69,7 @@ def finish(
     record: dict[str, Any],
     line: Callable[[dict[str, Any]], str],
     interrupts: Interrupts,
+    gather: str | None = None,
 ) -> int:
     """Write and tell the figures; returns the exit code.
 
@@ -74,19 +80,21 @@ def finish(
         record: figures; ``results`` is the list that is told.
         line: a result for people.
         interrupts: whether the run was ended.
+        gather: the folder of the parts whose rows these figures are of.
 
     Raises:
         OutputError: they cannot be written.
     """
+    parts = () if gather is None else sorted(pathlib.Path(gather).rglob(f"{name}.json"))
     settings = {
         "kind": name,
         "model": pathlib.Path(lm.source).name,
         "fingerprint": lm.fingerprint,
         "dtype": config.dtype,
         "seed": config.seed,
-        "batch_size": config.batch_size,
+        "batch_size": None if gather else config.batch_size,
     }
-    write_results(config.folder() / f"{name}.json", settings | record, config.commit)
+    write_results(config.folder() / f"{name}.json", settings | record, config.commit, parts)
     for result in record["results"]:
         print_out(line(result) + "\n")
     if interrupts.requested():
@@ -125,6 +133,7 @@ def answer(
     sampling: dict[str, Any],
     samples: int,
     beside: bool,
+    gather: str | None = None,
 ) -> int:
     """Answer groups of problems under all recipes; returns the exit code.
 
@@ -139,6 +148,7 @@ def answer(
         sampling: options of ``kvjax.stream``.
         samples: answers to each problem.
         beside: see ``kvjax.eval.recipes.Work``.
+        gather: decode nothing, and take the rows of this folder's folders.
 
     Raises:
         KvjaxError: nothing more can be done; rows written so far stay.
@@ -147,10 +157,12 @@ def answer(
     shape = shape_of(config)
     asked = [ask(shape, group, config) for group in groups]
     todo = jobs(shape, asked, named, config, beside=beside)
-    with open_rows(config, name, PLACE) as rows:
+    with open_rows(config, name, PLACE, gather) as rows:
         refused = refusals(todo)
         missing = Answering(shape, config, rows, sampling, samples).count(todo)
-        if missing:
+        if gather is not None:
+            say(f"kvjax: {len(rows.rows):,} rows are there, {missing:,} are not")
+        elif missing:
             if rows.rows and not config.quiet:
                 say(f"kvjax: {len(rows.rows):,} rows are there, {missing:,} to go")
             lm = load(config, shape, interrupts)
@@ -158,7 +170,9 @@ def answer(
                 answering = Answering(lm, config, rows, sampling, samples)
                 for _ in answering.run(todo, progress, interrupts.requested):
                     pass
-        found = summary(rows.rows)
+        order = {one.name: place for place, one in enumerate(named)}
+        kept = [row for row in rows.rows if row["recipe"] in order or config.only is None]
+        found = summary(sorted(kept, key=lambda row: order.get(row["recipe"], len(order))))
         found["results"] = found["results"] + refused
         found |= {"sampling": sampling, "samples": samples}
-        return finish(config, name, shape, found, described, interrupts)
+        return finish(config, name, shape, found, described, interrupts, gather)

@@ -31,6 +31,9 @@ class EvalConfig:
         "YAML file with a list of recipes: a name, method and other cache flags of the decode "
         "command, or the share of a bare bf16 cache's bytes (default: the full cache alone)",
     )
+    only: str | None = option(
+        None, "regular expression of the names of the recipes that take part (default: all)"
+    )
     out: str | None = option(None, "folder for rows and results; a run goes on there", "-o")
     batch_size: int = option(8, "rows read or decoded together", minimum=1)
     seed: int = option(0, "of samples and of random eviction", minimum=0, maximum=2**31 - 1)

@@ -12,6 +12,7 @@ from typing import Any
 from kvjax.command.output import OutputError
 from kvjax.errors import UsageError
 from kvjax.eval.tables import (
+    MANY,
     Table,
     answer_tables,
     choice_tables,
@@ -49,6 +50,7 @@ th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap }
 p.refused { color: #8a1c2c; margin: .3rem 0 }
 th { border-bottom: 2px solid #1f6f8b } tr + tr td, tr + tr th { border-top: 1px solid #ddd }
 tr > :first-child { text-align: left; position: sticky; left: 0; background: #fff }
+summary { font-weight: 600; margin-top: 1rem }
 pre { background: #f4f4f2; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere }
 @media (max-width: 30rem) { .pictures { grid-template-columns: 1fr } body { padding: .7rem } }
 """
@@ -121,6 +123,10 @@ def _pictures(record: dict[str, Any], first: int) -> Iterator[Picture]:
             f"{task}: {what} against bytes",
             pictures.against_bytes(found, what),
         )
+        if len(found) > MANY:
+            caption = f"{task}: {what} by recipe"
+            name = f"{first}-{kind}-{_slug(task)}-recipes"
+            yield Picture(name, caption, pictures.by_recipe(found, what))
         if content := pictures.against_budget(found, what):
             caption = f"{task}: {what} against budget"
             yield Picture(f"{first}-{kind}-{_slug(task)}-budget", caption, content)
@@ -141,7 +147,7 @@ def _slug(text: str) -> str:
 
 def _section(record: dict[str, Any], path: pathlib.Path, drawn: list[Picture]) -> str:
     run = record["run"]
-    heading = KINDS[record["kind"]][0]
+    heading = ": ".join([KINDS[record["kind"]][0], *path.parent.parts])
     facts = [record["model"], record["dtype"], run["device"], f"commit {run['commit']}", str(path)]
     images = "".join(_figure(picture) for picture in drawn)
     tables = _TABLES[record["kind"]](record) + depth_tables(record)
@@ -149,7 +155,7 @@ def _section(record: dict[str, Any], path: pathlib.Path, drawn: list[Picture]) -
     return (
         f"<h2>{_text(heading)}</h2><p class=run>{_text(' · '.join(facts))}</p>"
         f"<div class=pictures>{images}</div>{''.join(map(_table, tables))}"
-        f"<h3>Made by</h3><pre>{_text(commands)}</pre>"
+        f"<details><summary>Made by</summary><pre>{_text(commands)}</pre></details>"
     )
 
 

@@ -1,6 +1,7 @@
 """Pictures of a report, drawn to be read on a phone."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
@@ -58,6 +59,33 @@ def tokens_and_time(points: Sequence[Point]) -> bytes | None:
 def by_level(points: Sequence[Point], what: str) -> bytes:
     """A curve for each recipe over the levels of a task, with intervals."""
     return _draw(points, lambda point: point.x, "level", what)
+
+
+def by_recipe(points: Sequence[Point], what: str) -> bytes:
+    """A line for each recipe, for more of them than colours can tell apart."""
+    figure, axes = _axes(what, "")
+    figure.set_figheight(1 + 0.27 * len(points))
+    shares = "perplexity" not in what
+    scale = 100 if shares else 1
+    full = next((point for point in points if point.series == _FULL), None)
+    if full is not None:
+        axes.axvspan(*(scale * bound for bound in full.interval), color="#000000", alpha=0.07)
+    errors = [[abs(point.y - point.interval[side]) * scale for point in points] for side in (0, 1)]
+    axes.errorbar(
+        [scale * point.y for point in points],
+        range(len(points)),
+        xerr=errors,
+        fmt="o",
+        color=COLORS[0],
+        markersize=5,
+        elinewidth=1,
+        capsize=2,
+    )
+    axes.set_yticks(range(len(points)), [point.recipe for point in points], fontsize=10)
+    axes.set_ylim(len(points) - 0.5, -0.5)
+    if shares:
+        axes.set_xlim(-3, 103)
+    return _saved(figure)
 
 
 def _draw(
@@ -127,13 +155,17 @@ def _series(points: Sequence[Point]) -> list[tuple[str, str, str]]:
 
 
 def _png(figure: Figure, axes: Axes) -> bytes:
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 2 if max(map(len, labels)) <= 24 else 1
+    lines = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, lines - 6))
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=11,
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=11
     )
+    return _saved(figure)
+
+
+def _saved(figure: Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, dpi=160, format="png")
     return content.getvalue()

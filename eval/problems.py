@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,11 +146,11 @@ def reasoner_group(level: int, count: int, first: int, limit: float) -> Group:
         limit: an answer that takes more than so many times the tokens of the reference is late, and
             wrong: else a cache that forgets could have everything derived once more.
     """
-    problems, longest = [], 0
+    problems, lengths = [], []
     for index in range(first, first + count):
         found = reasoner.problem(level, index)
         trace = found.tokens[found.prompt :]
-        longest = max(longest, len(trace))
+        lengths.append(len(trace))
         prompt = list(found.tokens[: found.prompt])
         problems.append(Problem(str(index), prompt, str(found.answer), level, trace))
 
@@ -165,7 +166,8 @@ def reasoner_group(level: int, count: int, first: int, limit: float) -> Group:
             "length": length,
         }
 
-    return Group("reasoner", problems, judge, level, round(limit * longest))
+    mean = round(statistics.fmean(lengths))
+    return Group("reasoner", problems, judge, mean, round(limit * max(lengths)))
 
 
 def named_groups(

@@ -48,6 +48,11 @@ class ReasoningConfig(EvalConfig):
     )
     system_prompt: str | None = option(None, "put before every question", blank=True)
     thinking: Literal["on", "off", "auto"] = option("auto", "the chat template's thinking block")
+    gather: str | None = option(
+        None,
+        "decode nothing: figures of the rows in this folder's folders, each the --out of a part "
+        "of the same run",
+    )
 
     def __post_init__(self):
         """Refuse what can be seen to be wrong before anything is read.
@@ -109,6 +114,7 @@ def _start(config: ReasoningConfig, actions, interrupts) -> int:
         sampling=sampling,
         samples=config.samples,
         beside=True,
+        gather=config.gather,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -33,11 +34,21 @@ class Named:
         name: what results call it.
         config: the options of the decode command that make it.
         share: of a bare bfloat16 cache's bytes, what it may take, if its budget follows from that.
+        tokens: how many of them it may keep, or the share of them if it is at most 1, if its budget
+            follows from that.
     """
 
     name: str
     config: DecodeConfig
     share: fractions.Fraction | None = None
+    tokens: fractions.Fraction | None = None
+
+    @property
+    def size(self) -> str | None:
+        """What its budget follows from, as names end with it."""
+        if self.tokens is None:
+            return None if self.share is None else str(self.share)
+        return f"{self.tokens} {'of the ' if self.tokens <= 1 else ''}tokens"
 
     @property
     def is_full(self) -> bool:
@@ -60,44 +71,68 @@ def read_recipes(config: EvalConfig) -> list[Named]:
     names = [one.name for one in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{config.recipes}: two recipes are called {twice}: give each a `name`")
-    return sorted(named, key=lambda one: not one.is_full)
+    return sorted(_chosen(named, config.only), key=lambda one: not one.is_full)
+
+
+def _chosen(named: list[Named], only: str | None) -> list[Named]:
+    if only is None:
+        return named
+    try:
+        found = [one for one in named if re.fullmatch(only, one.name)]
+    except re.error as error:
+        raise UsageError(f"--only {only!r} is no regular expression: {error}") from error
+    if not found:
+        names = ", ".join(one.name for one in named)
+        raise UsageError(f"--only {only!r} is the name of no recipe; there are {names}")
+    return found
 
 
 def _named(item: Any, index: int, config: EvalConfig) -> Named:
     if not isinstance(item, dict):
         raise UsageError(f"{config.recipes}: recipe {index} must be `key: value` lines")
     given = dict(item)
-    share, name = _share(given.pop("share", None), config.recipes), given.pop("name", None)
-    method = str(given.get("method", "full"))
-    name = str(name) if name is not None else f"{method} {item['share']}" if share else method
-    source = f"{config.recipes}, recipe {name}"
+    share = _number("share", given.pop("share", None), config.recipes)
+    tokens = _number("tokens", given.pop("tokens", None), config.recipes)
+    own_name, method = given.pop("name", None), str(given.get("method", "full"))
+    source = f"{config.recipes}, recipe {method if own_name is None else own_name}"
     known = {key: one for key, one in entries(DecodeConfig).items() if key in RECIPE_OPTIONS}
     options = merge(DecodeConfig, typed_options(known, given, source), {})
     own = {key: getattr(options, key) for key in RECIPE_OPTIONS}
     options = dataclasses.replace(config.decoding(), **own)
-    if share is not None and method in KEEPING:
+    budget = options.kv_budget or options.kv_budget_bytes
+    sizes = {"share": share, "tokens": tokens, "a budget": budget}
+    named = [name for name, size in sizes.items() if size is not None]
+    if (share or tokens) and method in KEEPING:
         raise UsageError(
-            f"{source}: share is for methods that evict, and {method} keeps every token"
+            f"{source}: {named[0]} is for methods that evict, and {method} keeps every token"
         )
-    if share is not None and (options.kv_budget or options.kv_budget_bytes):
-        raise UsageError(f"{source}: share and a budget exclude each other: give one of them")
+    if len(named) > 1:
+        raise UsageError(f"{source}: {' and '.join(named)} exclude each other: give one of them")
     try:
         given_recipe(options)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
-    return Named(name, options, share)
+    found = Named(str(own_name), options, share, tokens)
+    if own_name is None:
+        found = dataclasses.replace(found, name=" ".join(filter(None, (method, found.size))))
+    return found
 
 
-def _share(given: Any, source: str) -> fractions.Fraction | None:
+def _number(key: str, given: Any, source: str) -> fractions.Fraction | None:
+    """A share, or a number of tokens."""
     if given is None:
         return None
     try:
-        share = fractions.Fraction(str(given))
+        number = fractions.Fraction(str(given))
     except (ValueError, ZeroDivisionError):
-        share = fractions.Fraction(0)
-    if not 0 < share <= 1:
+        number = fractions.Fraction(0)
+    if key == "share" and not 0 < number <= 1:
         raise UsageError(f"{source}: share must be above 0 and at most 1, as in 1/8, got {given!r}")
-    return share
+    if number <= 0 or (number > 1 and number.denominator > 1):
+        raise UsageError(
+            f"{source}: tokens must be a whole number, or a share of them as in 1/2, got {given!r}"
+        )
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +142,8 @@ class Work:
     Attributes:
         prompts: tokens of every prompt.
         new_tokens: that may follow a prompt.
-        beside: a share is of the ``share_tokens`` behind the prompt, whose own come on top;
-            otherwise it is of prompt and new tokens together.
+        beside: a share is of the ``share_tokens`` behind the prompt, whose own come on top, and so
+            do a recipe's ``tokens``; otherwise both are of prompt and new tokens together.
         share_tokens: see ``beside``.
     """
 
@@ -148,7 +183,7 @@ class Settled:
             "method": self.recipe.name,
             "budget": self.recipe.budget,
             "codec": self.recipe.codec,
-            "share": None if self.named.share is None else str(self.named.share),
+            "share": self.named.size,
             "row_bytes": self.row_bytes,
         }
 
@@ -174,16 +209,23 @@ def _settle(named: Named, lm: LanguageModel, work: Work) -> tuple[Recipe, int]:
     outlined = _outline(lm, max(work.prompts), work.new_tokens)
     token = outlined.plan(full()).geometry.full_token_bytes
     mean = statistics.fmean(work.prompts)
+    whole = work.share_tokens if work.beside else mean + work.new_tokens
     if named.share is None:
-        recipe = settled_recipe(named.config, outlined)
+        given = named.config
+        if (tokens := named.tokens) is not None:
+            own = given_recipe(given).retention is not None  # a budget of the answer alone
+            prompt = mean if work.beside and not own else 0
+            kept = round(prompt + (tokens * round(whole) if tokens <= 1 else tokens))
+            given = dataclasses.replace(given, kv_budget=str(kept))
+        recipe = settled_recipe(given, outlined)
     elif work.beside:
         # The prompt is the same in every cache: what is planned is a row without one.
         alone = _outline(lm, 1, work.share_tokens)
-        recipe = _of_bytes(named, alone, token * work.share_tokens)
+        recipe = _of_bytes(named, alone, token * whole)
         if recipe.retention is None:  # otherwise the budget is the answer's alone
             recipe = dataclasses.replace(recipe, budget=recipe.budget + round(mean))
     else:
-        recipe = _of_bytes(named, outlined, token * (mean + work.new_tokens))
+        recipe = _of_bytes(named, outlined, token * whole)
     return recipe, outlined.plan(recipe).geometry.row_bytes
 
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from kvjax.command.output import OutputError
@@ -19,8 +19,8 @@ def row_key(*content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Rows:
-    """The rows of one file of JSON lines; each is in it when ``add`` returns.
+class _Known:
+    """Rows that are there.
 
     A row has fields that name it (``place``) and a ``key``, of all that it follows from: settings,
     recipe and problem. A row of the same place and another key is another run's.
@@ -30,44 +30,9 @@ class Rows:
     """
 
     def __init__(self, path: pathlib.Path, place: tuple[str, ...]):
-        """Open the file, or make it; a last line that was cut off is dropped.
-
-        Raises:
-            UsageError: it cannot be opened, is damaged, or another process writes to it.
-        """
         self._path, self._place = path, place
-        try:
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise UsageError(f"--out: cannot write {path}: {error.strerror}") from error
-        try:
-            self.rows = self._read_all()
-        except BaseException:
-            self.close()
-            raise
-        self._keys = {self._at(row): row["key"] for row in self.rows}
-
-    def _read_all(self) -> list[dict[str, Any]]:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"--out: another process writes to {self._path}") from error
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rpartition(b"\n")[0]
-        self._file.truncate(len(whole) + bool(whole))
-        return [self._read(n, line) for n, line in enumerate(whole.split(b"\n"), 1) if line]
-
-    def _read(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-            if {"key", *self._place} <= row.keys():
-                return row
-        except (ValueError, AttributeError, RecursionError):
-            pass
-        raise UsageError(
-            f"--out: line {number} of {self._path} is damaged: delete it, or name another folder"
-        )
+        self._keys: dict[tuple[Hashable, ...], str] = {}
+        self.rows: list[dict[str, Any]] = []
 
     def _at(self, row: Mapping[str, Any]) -> tuple[Hashable, ...]:
         return tuple(row[name] for name in self._place)
@@ -87,6 +52,74 @@ class Rows:
             )
         return found is not None
 
+    def close(self) -> None:
+        """Nothing more is added."""
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self._keys[self._at(row)] = row["key"]
+
+    def _take(self, path: pathlib.Path, content: bytes) -> None:
+        """Have the rows of a file's whole lines, each once."""
+        for number, line in enumerate(content.split(b"\n"), 1):
+            if line:
+                row = _read(path, number, line, {"key", *self._place})
+                if not self.has(row["key"], **{name: row[name] for name in self._place}):
+                    self._keep(row)
+
+
+class GatheredRows(_Known):
+    """The rows of all files of a name below a folder, to which others may still be writing."""
+
+    def __init__(self, folder: pathlib.Path, name: str, place: tuple[str, ...]):
+        """Read them.
+
+        Raises:
+            UsageError: there are none, one is damaged, or two have different rows of one place.
+        """
+        super().__init__(folder, place)
+        paths = sorted(folder.rglob(name))
+        if not paths:
+            raise UsageError(f"--gather: no folder in {folder} holds a {name}")
+        for path in paths:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise UsageError(f"--gather: cannot read {path}: {error.strerror}") from error
+            self._take(path, content.rpartition(b"\n")[0])
+
+
+class Rows(_Known):
+    """The rows of one file of JSON lines; each is in it when ``add`` returns."""
+
+    def __init__(self, path: pathlib.Path, place: tuple[str, ...]):
+        """Open the file, or make it; a last line that was cut off is dropped.
+
+        Raises:
+            UsageError: it cannot be opened, is damaged, or another process writes to it.
+        """
+        super().__init__(path, place)
+        try:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise UsageError(f"--out: cannot write {path}: {error.strerror}") from error
+        try:
+            self._read_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_all(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"--out: another process writes to {self._path}") from error
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rpartition(b"\n")[0]
+        self._file.truncate(len(whole) + bool(whole))
+        self._take(self._path, whole)
+
     def add(self, row: dict[str, Any]) -> None:
         """Write a row.
 
@@ -102,26 +135,58 @@ class Rows:
         except OSError as error:
             self._file.truncate(start)
             raise OutputError(f"cannot write {self._path}: {error.strerror}") from error
-        self.rows.append(row)
-        self._keys[self._at(row)] = row["key"]
+        self._keep(row)
 
     def close(self) -> None:
         self._file.close()
 
 
-def write_results(path: pathlib.Path, record: dict[str, Any], commit: str | None) -> None:
+def _read(path: pathlib.Path, number: int, line: bytes, needed: set[str]) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if needed <= row.keys():
+            return row
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise UsageError(
+        f"--out: line {number} of {path} is damaged: delete it, or name another folder"
+    )
+
+
+def _results(path: pathlib.Path) -> dict[str, Any] | None:
+    """What a file of results holds, if it is one."""
+    try:
+        found = json.loads(path.read_text())
+        return found if {"run", "commands"} <= found.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def write_results(
+    path: pathlib.Path,
+    record: dict[str, Any],
+    commit: str | None,
+    parts: Iterable[pathlib.Path] = (),
+) -> None:
     """Write what was found, with the commands that have led to it: this one, and earlier ones that
     the file tells of.
+
+    Args:
+        path: of the file.
+        record: what was found.
+        commit: of the code, where this runs outside a checkout.
+        parts: files of results whose rows were gathered; devices and commits are theirs.
 
     Raises:
         OutputError: it cannot be written; an old file stays.
     """
-    run = run_record(commit)
-    try:
-        before = json.loads(path.read_text())["commands"]
-    except (OSError, ValueError, KeyError, TypeError):
-        before = []
-    commands = list(dict.fromkeys([*before, run["command"]]))
+    run, parts = run_record(commit), list(filter(None, map(_results, parts)))
+    before = [*parts, *filter(None, [_results(path)])]
+    commands = [command for one in before for command in one["commands"]]
+    commands = list(dict.fromkeys([*commands, run["command"]]))
+    if parts:
+        for name in ("commit", "device", "jax"):
+            run[name] = ", ".join(sorted({one["run"][name] for one in parts}))
     try:
         write_json(path, {"run": run, "commands": commands, **record})
     except OSError as error:

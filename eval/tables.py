@@ -7,6 +7,8 @@ from kvjax.eval.summary import ALL
 from kvjax.report.units import size
 
 Found = dict[str, Any]
+MANY = 12
+"""Recipes in one picture that can be told apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +16,7 @@ class Point:
     """One recipe in a picture.
 
     Attributes:
+        recipe: its name.
         series: recipes that differ in their share alone belong together.
         y: what is measured, with its interval.
         bytes: of a row, at the peak.
@@ -22,6 +25,7 @@ class Point:
         x: where it stands on a curve over levels.
     """
 
+    recipe: str
     series: str
     y: float
     interval: tuple[float, float]
@@ -175,22 +179,38 @@ def depth_tables(record: Found) -> list[Table]:
 
 
 def points(record: Found) -> dict[str, list[Point]]:
-    """What is drawn, by the task; over all levels of it."""
+    """What is drawn, by the task: over all levels of it, or level by level where a recipe takes
+    other bytes at another level, so that there is no one place for all of them."""
     drawn: dict[str, list[Point]] = {}
     for found in _run(record):
-        if found.get("level", ALL) == ALL or _levels(record, found["task"]) == [found["level"]]:
-            drawn.setdefault(found.get("task", record.get("text", "")), []).append(_point(found))
+        task, level = found.get("task", record.get("text", "")), found.get("level", ALL)
+        levels = _levels(record, task)
+        together = not levels or (len(levels) > 1 and not _apart(record, task))
+        if (level == ALL) == together:
+            title = _title(task, level) if len(levels) > 1 else task
+            drawn.setdefault(title, []).append(_point(found))
     return drawn
 
 
 def curves(record: Found) -> dict[str, list[Point]]:
-    """Of tasks with several levels that are numbers, every level of every recipe."""
+    """Of tasks with several levels that are numbers, every level of every recipe.
+
+    Where there are too many to be told apart, those of each share are by themselves, beside the
+    full cache.
+    """
     drawn: dict[str, list[Point]] = {}
-    for found in _run(record):
-        level = found.get("level", ALL)
-        if isinstance(level, int) and len(_levels(record, found["task"])) > 1:
-            point = dataclasses.replace(_point(found), series=found["recipe"], x=level)
-            drawn.setdefault(found["task"], []).append(point)
+    some = [found for found in _run(record) if isinstance(found.get("level"), int)]
+    some = [found for found in some if len(_levels(record, found["task"])) > 1]
+    for found in some:
+        task, alike = found["task"], [one for one in some if one["task"] == found["task"]]
+        titles = [task]
+        if len({one["recipe"] for one in alike}) > MANY:
+            shares = dict.fromkeys(one["share"] for one in alike if one["method"] != "full")
+            here = shares if found["method"] == "full" else [found["share"]]
+            titles = [f"{task}, {share}" if share else task for share in here]
+        point = dataclasses.replace(_point(found), series=found["recipe"], x=found["level"])
+        for title in titles:
+            drawn.setdefault(title, []).append(point)
     return drawn
 
 
@@ -198,14 +218,25 @@ def _run(record: Found) -> list[Found]:
     return [found for found in record["results"] if "refused" not in found and "bytes" in found]
 
 
+def _apart(record: Found, task: str) -> bool:
+    """Whether a recipe takes other bytes at another level."""
+    sizes = {
+        (one["recipe"], one["row_bytes"])
+        for one in _run(record)
+        if one["task"] == task and one["level"] != ALL
+    }
+    return len(sizes) > len({recipe for recipe, _ in sizes})
+
+
 def _levels(record: Found, task: str) -> list[Any]:
-    found = {one["level"] for one in _run(record) if one["task"] == task and one["level"] != ALL}
-    return sorted(found, key=str)
+    found = {one.get("level", ALL) for one in _run(record) if one.get("task", task) == task}
+    return sorted(found - {ALL}, key=str)
 
 
 def _point(found: Found) -> Point:
     own = found.get("sum", found)
     return Point(
+        recipe=found["recipe"],
         series=series_of(found),
         y=found["perplexity"] if "perplexity" in found else own["right"],
         interval=tuple(own["interval"]),

@@ -145,6 +145,37 @@ def test_what_is_there_is_not_answered_again(evaluate, answering, tmp_path):
     assert code == 2 and "another" in err and len(asked) == 6
 
 
+def test_parts_are_gathered_to_what_one_run_finds(evaluate, answering, tmp_path):
+    known = traces()
+    asked = answering(lambda method, prompt, seed: result(known[prompt][method != "full" :]))
+    assert evaluate(*REASONER)[0] == 6
+    whole = read(tmp_path)["results"]
+    for only in ("mine", "full|few bytes"):
+        evaluate(*REASONER, "--only", only, "--out", tmp_path / "parts" / only[:4])
+    asked.clear()
+    gather = ("--gather", tmp_path / "parts", "--out", tmp_path / "found")
+    code, _, err = evaluate(*REASONER, *gather)
+    found = json.loads((tmp_path / "found" / "reasoning.json").read_text())
+    assert code == 6 and found["results"] == whole and not asked
+    assert "paired" in found["results"][1] and "6 rows are there, 0 are not" in err
+    assert not (tmp_path / "found" / "reasoning.jsonl").exists()
+    assert evaluate(*REASONER, *gather, "--only", "mine")[0] == 0
+    found = json.loads((tmp_path / "found" / "reasoning.json").read_text())
+    assert [one["recipe"] for one in found["results"]] == ["mine"]
+    code, _, err = evaluate(*REASONER, *gather, "--seed", 1)
+    assert code == 2 and "from another model" in err
+    part = tmp_path / "parts" / "mine" / "reasoning.jsonl"
+    part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:2]))
+    assert "5 rows are there, 1 are not" in evaluate(*REASONER, *gather)[2] and not asked
+
+
+def test_a_share_of_an_answer_is_one_of_the_mean_trace():
+    lengths = [len(trace) for trace in traces().values()]
+    group = problems.reasoner_group(200, 3, 0, 1.5)
+    assert group.answer_tokens == round(sum(lengths) / 3) != 200
+    assert group.max_new_tokens == round(1.5 * max(lengths))
+
+
 def test_samples_vary_the_seed_and_need_a_temperature(evaluate, answering, tmp_path):
     known = traces()
     asked = answering(lambda method, prompt, seed: result(known[prompt][seed % 2 :]))

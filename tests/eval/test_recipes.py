@@ -5,6 +5,7 @@ import fractions
 import pytest
 
 from kvjax.cache import plan
+from kvjax.errors import UsageError
 from kvjax.eval.options import EvalConfig
 from kvjax.eval.recipes import Work, read_recipes, settle, shape_of
 from kvjax.recipes import full
@@ -81,3 +82,45 @@ def test_shares_are_fractions_or_decimals(settled):
     assert found[0].recipe == found[1].recipe
     [named] = settled("- {method: rkv, share: 1/4}", Work([4000], 96))
     assert named.name == "rkv 1/4" and named.as_dict()["share"] == "1/4"
+
+
+def test_tokens_are_those_of_the_answer_and_the_prompt_comes_on_top(settled):
+    text = "- {method: random, tokens: 1/2, protect_prompt: true}\n"
+    text += "- {name: few, method: streaming, tokens: 260, protect_prompt: true}\n"
+    text += "- {method: thinkv, tokens: 1/2}"
+    work = Work([100, 141], 1300, True, 1001)
+    half, few, thoughts = settled(text, work)
+    assert [one.recipe.budget for one in (half, few, thoughts)] == [621, 380, 500]
+    assert half.name == "random 1/2 of the tokens" and few.name == "few"
+    assert [one.as_dict()["share"] for one in (half, few)] == ["1/2 of the tokens", "260 tokens"]
+    [together] = settled("- {method: random, tokens: 1/2}", Work([100, 141], 1300))
+    assert together.recipe.budget == round((120.5 + 1300) / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{method: rkv, tokens: 3/2}", "whole number"),
+        ("{method: rkv, tokens: 0}", "whole number"),
+        ("{method: uniform, tokens: 1/2}", "tokens is for methods that evict"),
+        ("{method: rkv, tokens: 1/2, share: 1/2}", "share and tokens exclude"),
+        ("{method: rkv, tokens: 1/2, kv_budget: 100}", "tokens and a budget exclude"),
+    ],
+)
+def test_tokens_that_cannot_work_are_refused(settled, text, message):
+    with pytest.raises(UsageError, match=message):
+        settled(f"- {text}", Work([100], 20))
+
+
+def test_only_some_take_part(tmp_path):
+    path = tmp_path / "recipes.yaml"
+    path.write_text("- {method: rkv, share: 1/4}\n- {method: rkv, share: 1/8}\n- method: full\n")
+
+    def names(only):
+        return [one.name for one in read_recipes(EvalConfig(recipes=str(path), only=only))]
+
+    assert names(None) == ["full", "rkv 1/4", "rkv 1/8"]
+    assert names("rkv 1/4|full") == ["full", "rkv 1/4"] and names("rkv.*") == ["rkv 1/4", "rkv 1/8"]
+    for only, message in (("rkv", "no recipe; there are rkv 1/4"), ("(", "expression")):
+        with pytest.raises(UsageError, match=message):
+            names(only)

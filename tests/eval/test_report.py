@@ -200,3 +200,31 @@ def test_a_browser_shows_it(page, tmp_path, width):
     for natural, seen in found["images"]:
         assert natural > 600 and 250 < seen <= width
     assert max(found["sticky"]) < 1
+
+
+def test_levels_of_other_sizes_have_pictures_of_their_own():
+    rows = answers("reasoner", (1000, 2000))
+    own = [row | {"row_bytes": row["level"] * (row["budget"] or 9)} for row in rows]
+    for found, names in ((rows, ["reasoner"]), (own, ["reasoner, 1000", "reasoner, 2000"])):
+        drawn = tables.points({"results": summarise(found, lambda row: row["level"])})
+        assert list(drawn) == names
+        assert all(len(one) == len(NAMES) for one in drawn.values())
+
+
+def test_many_recipes_can_be_told_apart(tmp_path):
+    rows = [
+        row | {"recipe": f"{row['recipe']} {n} {row['share']}"}
+        for row in answers("reasoner", (1000, 2000))
+        if row["share"]
+        for n in range(tables.MANY)
+    ]
+    rows += [row for row in answers("reasoner", (1000, 2000)) if row["method"] == "full"]
+    record = HEAD | {"kind": "reasoning", "results": summarise(rows, lambda row: row["level"])}
+    drawn = tables.curves(record)
+    assert set(drawn) == {"reasoner, 1/4", "reasoner, 1/2"}
+    for title, found in drawn.items():
+        own = {point.recipe for point in found}
+        assert "full" in own and all(name.endswith(title[-3:]) for name in own - {"full"})
+    (tmp_path / "reasoning.json").write_text(json.dumps(record))
+    page = write_report(str(tmp_path), "many").read_text()
+    assert "reasoner: right answers, % by recipe" in page

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.command.output import OutputError
 from kvjax.errors import UsageError
-from kvjax.eval.rows import Rows, write_results
+from kvjax.eval.rows import GatheredRows, Rows, write_results
 
 PLACE = ("id", "sample")
 
@@ -109,3 +109,33 @@ def test_results_keep_the_commands_that_led_to_them(tmp_path, monkeypatch):
     found = json.loads(path.read_text())
     assert [command.rpartition(" ")[2] for command in found["commands"]] == ["--x", "--y"]
     assert found["run"]["commit"] == "here" and found["run"]["device"]
+
+
+def test_rows_of_several_folders_are_read_together(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        opened(tmp_path / name / "rows.jsonl", 2).close()
+    with open(tmp_path / "a" / "rows.jsonl", "a") as file:
+        file.write('{"key": "k2", "id": "2", "sample": 0}\n{"key": "cut off"')
+    rows = GatheredRows(tmp_path, "rows.jsonl", PLACE)
+    assert [row["id"] for row in rows.rows] == ["0", "1", "2"] and rows.has("k2", id="2", sample=0)
+    with open(tmp_path / "b" / "rows.jsonl", "a") as file:
+        file.write('{"key": "other", "id": "2", "sample": 0}\n')
+    with pytest.raises(UsageError, match="id 2, sample 0"):
+        GatheredRows(tmp_path, "rows.jsonl", PLACE)
+    with pytest.raises(UsageError, match="no folder"):
+        GatheredRows(tmp_path, "others.jsonl", PLACE)
+
+
+def test_gathered_results_were_found_where_the_parts_were(tmp_path):
+    for name, device in (("a", "H200"), ("b", "H200"), ("c", "cpu")):
+        run = {"device": device, "commit": f"commit {name}", "jax": "1"}
+        part = {"run": run, "commands": [f"part {name}"], "results": []}
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    (tmp_path / "d.json").write_text("[")
+    parts = [tmp_path / f"{name}.json" for name in "abcd"]
+    write_results(tmp_path / "all.json", {"results": []}, None, parts)
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["run"]["device"] == "H200, cpu"
+    assert found["run"]["commit"] == "commit a, commit b, commit c"
+    assert found["commands"][:3] == ["part a", "part b", "part c"] and len(found["commands"]) == 4
