@@ -378,6 +378,12 @@ def test_end_of_turn_and_every_end_in_the_metadata_stop():
     assert make().stop_ids == (1,)
 
 
+def test_padding_stops_where_it_is_no_ordinary_token():
+    """As Qwen2.5's <|endoftext|> does; 0 for "none" may be a letter."""
+    assert make(padding_token_id=0).stop_ids == (0, 1)
+    assert make(padding_token_id=7).stop_ids == (1,)
+
+
 def test_a_token_that_only_ends_earlier_turns_does_not_stop():
     """As in GPT-OSS, whose turns end in one token and whose answers end in another."""
     template = (

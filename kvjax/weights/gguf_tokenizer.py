@@ -83,11 +83,16 @@ def build_tokenizer(source: str, metadata: Mapping[str, Any]) -> GGUFTokenizer:
         )
     _add_whole_tokens(source, tokenizer, tokens, fields)
     ids = {name: _token_id(source, fields, f"{name}_token_id", len(tokens)) for name in _ROLES}
+    ends = [ids[name] for name in ("eos", "eot", "eom")]
+    # No text goes on behind a padding token: it is what ends a document in Qwen2.5's vocabulary,
+    # whose eos ends a turn. But a file may name an ordinary token by mistake, 0 for "none".
+    if ids["padding"] in _of_kind(source, fields, _CONTROL, len(tokens)):
+        ends.append(ids["padding"])
     return GGUFTokenizer(
         tokenizer=tokenizer,
         add_bos=bool(fields.get("add_bos_token", bos)) and ids["bos"] is not None,
         special={key: tokens[ids[n]] for n, key in _ROLES.items() if key and ids[n] is not None},
-        stop_ids=tuple(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None),
+        stop_ids=tuple(index for index in ends if index is not None),
         chat_template=metadata.get("tokenizer.chat_template"),
     )
 
@@ -197,15 +202,19 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, 
     return [(left, right) for _, _, left, right in sorted(merges)]
 
 
+def _of_kind(source: str, fields: Mapping[str, Any], kind: int, count: int) -> list[int]:
+    """Which of so many tokens are of a kind, as far as the file tells kinds."""
+    kinds = _list(source, fields, "token_type", int) if "token_type" in fields else []
+    return [index for index, of in enumerate(kinds[:count]) if of == kind]
+
+
 def _add_whole_tokens(
     source: str, tokenizer: Tokenizer, tokens: list[str], fields: Mapping[str, Any]
 ) -> None:
     """Control and user-defined tokens are found in text as they stand and never cut."""
-    kinds = _list(source, fields, "token_type", int) if "token_type" in fields else []
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [
-            AddedToken(token, normalized=False, special=special)
-            for token, of in zip(tokens, kinds, strict=False)
-            if of == kind
+            AddedToken(tokens[index], normalized=False, special=special)
+            for index in _of_kind(source, fields, kind, len(tokens))
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
