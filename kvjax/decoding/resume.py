@@ -46,7 +46,9 @@ def resume(
     if not turn:
         return dataclasses.replace(state, left=jnp.asarray(max_new)), None
     reads = "prompt" in options.recipe.compress
-    state, logits = read_on(lm, state, [past.tokens[-1], *turn], options, lambda read: reads)
+    state, logits = read_on(
+        lm, state, [past.tokens[-1], *turn], options.recipe, options.seed, lambda read: reads
+    )
     sampling = sampling_of([request.sample], options)
     return start_decoding(state.cache, logits, sampling, max_new, stop_ids=options.stop_ids)
 
@@ -55,7 +57,8 @@ def read_on(
     lm: LanguageModel,
     state: DecodeState,
     tokens: Sequence[int],
-    options: Options,
+    recipe: Recipe,
+    seed: int,
     compressing: Callable[[int], bool],
 ) -> tuple[DecodeState, Float[Array, "1 V"]]:
     """Read given tokens into the only row, with the maintenance where decoding has it.
@@ -66,13 +69,14 @@ def read_on(
         lm: what ``kvjax.load`` returned.
         state: the layers of its cache are donated.
         tokens: one at least.
-        options: of the run.
+        recipe: how the cache is kept.
+        seed: of selectors that draw, 32 bits.
         compressing: whether tokens may be selected, once so many of these have been read.
 
     Returns:
         The state, and the float32 logits after the last token.
     """
-    recipe, read = options.recipe, 0
+    read = 0
     state = dataclasses.replace(state, left=jnp.asarray([len(tokens)], jnp.int32))
     done = int(state.cache.length[0] - state.cache.prompt[0])
     while read < len(tokens):
@@ -85,7 +89,7 @@ def read_on(
                 state = maintain(
                     state,
                     np.array([compressing(read)]),
-                    seed_bits(options.seed),
+                    seed_bits(seed),
                     config=lm.config,
                     recipe=recipe,
                     done=done,
@@ -164,5 +168,5 @@ def _read_again(lm, state: DecodeState, request: Request, answer, options: Optio
         row.push(answer[len(row.tokens) : max(read - before - recipe.tick, 0) + 1])
         return row.phase in recipe.compress
 
-    state, _ = read_on(lm, state, rest, options, compressing)
+    state, _ = read_on(lm, state, rest, recipe, options.seed, compressing)
     return state.cache
