@@ -11,9 +11,11 @@ it a budget of ``--share`` of the answer's tokens, which have 16 bits except for
 (how many tokens there are is what is compared, and not their bytes).
 
 ``chance`` is the share of all tokens of the answer that the same cache holds: what each kind would
-keep if as many had been drawn by lot, at the same bytes. Methods prefer the last tokens and kinds
-have their places in a trace, so that each half of the answer has figures and a chance of its own.
-``above`` is kept over chance, minus 1; its interval is what 95 % of the draws of the traces give.
+keep if as many had been drawn by lot, at the same bytes. But methods prefer the last tokens, and
+kinds have their places in a trace. So each half of the answer has figures and a chance of its own;
+and ``same_age`` is the share that is held of the tokens at the same places (and up to 16 before and
+behind) in the other traces, whatever their kind. ``above_chance`` and ``above_age`` are kept over
+these, minus 1, with the interval that 95 % of the draws of the traces give.
 
 "thinkv, told" is thinkv that is told the kind of each of its segments of 128 tokens: the most
 frequent one. The others know of no kinds ("thinkv" where no calibration tells them apart).
@@ -29,7 +31,8 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+import scipy.ndimage
+from jaxtyping import Bool, Float, Int
 
 import kvjax
 from kvjax import recipes
@@ -48,6 +51,8 @@ from kvjax.thoughts.segmenters import SEGMENT
 
 METHODS = ("thinkv", "thinkv, told", "tam", "pam", "rkv", "random", "streaming")
 DRAWS = 1000
+NEAR = 16
+"""Tokens on each side that are as old."""
 PARTS = ("all", "first half", "second half")
 
 
@@ -127,40 +132,57 @@ def cut(trace: Trace, tokens: int) -> Trace:
     return dataclasses.replace(trace, **own)
 
 
-def counts(trace: Trace, found: Bool[np.ndarray, "L H N"]) -> Float[np.ndarray, "3 K 2"]:
-    """Of each part of an answer and kind: tokens, and how many are held, in the mean of heads."""
-    share = found.mean((0, 1))
-    second = np.arange(len(share)) >= len(share) // 2
-    total = np.zeros((len(PARTS), len(KINDS), 2))
-    for part, inside in enumerate((np.ones_like(second), ~second, second)):
-        for kind in range(len(KINDS)):
-            mine = inside & (trace.kinds == kind)
-            total[part, kind] = mine.sum(), share[mine].sum()
-    return total
+def same_age(shares: Float[np.ndarray, "T N"]) -> Float[np.ndarray, "T N"]:
+    """Of every token, the share held of those of the same age in the other traces (one or more)."""
+    around = scipy.ndimage.uniform_filter1d(shares, 2 * NEAR + 1, axis=1, mode="nearest")
+    return (around.sum(0) - around) / (len(shares) - 1)
 
 
-def figures(total: Float[np.ndarray, "T 3 K 2"]) -> dict[str, dict]:
-    """``kept``, ``chance`` and ``above`` of the module's docstring, of counts of some traces."""
+def counts(
+    kinds: Int[np.ndarray, "T N"], shares: Float[np.ndarray, "T N"]
+) -> Float[np.ndarray, "T 3 K 3"]:
+    """Of each trace, part and kind: the tokens, how many are held, and how many of the same age."""
+    tokens = np.stack([np.ones_like(shares), shares, same_age(shares)])
+    second = np.arange(kinds.shape[1]) >= kinds.shape[1] // 2
+    parts = np.stack([np.ones_like(second), ~second, second])
+    of_kind = kinds[:, None] == np.arange(len(KINDS))[:, None]
+    return np.einsum("ctn,pn,tkn->tpkc", tokens, parts, of_kind)
+
+
+def figures(total: Float[np.ndarray, "T 3 K 3"]) -> dict[str, dict]:
+    """The figures of the module's docstring, of the counts of some traces."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, len(total), (DRAWS, len(total)))
     sums = np.concatenate([total.sum(0)[None], total[drawn].sum(1)])  # what there is, then draws
-    with np.errstate(invalid="ignore"):
-        kept, chance = sums[..., 1] / sums[..., 0], sums[..., 1].sum(2) / sums[..., 0].sum(2)
-        above = kept / chance[..., None] - 1
+    tokens, kept, expected = np.moveaxis(sums, 3, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chance = kept.sum(2) / tokens.sum(2)
+        above = {
+            "above_chance": kept / tokens / chance[..., None] - 1,
+            "above_age": kept / expected - 1,
+        }
     found = {}
     for part, name in enumerate(PARTS):
-        of_kinds = {
-            kind: {
-                "tokens": int(sums[0, part, k, 0]),
-                "kept": float(kept[0, part, k]),
-                "above": float(above[0, part, k]),
-                "interval": np.nanpercentile(above[1:, part, k], [2.5, 97.5]).tolist(),
-            }
-            for k, kind in enumerate(KINDS)
-            if sums[0, part, k, 0]
-        }
+        of_kinds = {}
+        for k, kind in enumerate(KINDS):
+            if count := int(tokens[0, part, k]):
+                of_kinds[kind] = {
+                    "tokens": count,
+                    "kept": float(kept[0, part, k] / count),
+                    "same_age": float(expected[0, part, k] / count),
+                }
+                for key, ratio in above.items():
+                    of_kinds[kind][key] = _with_interval(ratio[:, part, k])
         found[name] = {"chance": float(chance[0, part]), "kinds": of_kinds}
     return found
+
+
+def _with_interval(values: Float[np.ndarray, " D"]) -> list[float] | None:
+    """The first, and between what 95 % of the others lie; None where nothing was to be held."""
+    if not np.isfinite(values[0]):
+        return None
+    drawn = values[1:][np.isfinite(values[1:])]
+    return [float(values[0]), *np.percentile(drawn, [2.5, 97.5]).tolist()]
 
 
 def measure(
@@ -173,17 +195,15 @@ def measure(
     """The figures of the named methods on some traces, whose answers are equally long."""
     prompt = round(statistics.fmean(len(trace.prompt) for trace in traces))
     budget = round(share * len(traces[0].answer))
-    total: dict[str, list] = {}
+    kinds = np.array([trace.kinds for trace in traces])
+    shares: dict[str, list] = {}
     for number, trace in enumerate(traces, start=1):
         for name, recipe in methods(trace, every, budget, prompt):
             if name not in names:
                 continue
             print(f"{number}/{len(traces)} {trace.name}: {name}", file=sys.stderr)
-            total.setdefault(name, []).append(counts(trace, read(lm, trace, recipe)))
-    return {
-        name: {"figures": figures(np.array(parts)), "counts": np.array(parts).tolist()}
-        for name, parts in total.items()
-    }
+            shares.setdefault(name, []).append(read(lm, trace, recipe).mean((0, 1)))
+    return {name: figures(counts(kinds, np.array(each))) for name, each in shares.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -219,19 +239,27 @@ def main(argv: list[str] | None = None) -> None:
     for source, all_of_it in sources.items():
         long = (cut(trace, tokens) for trace in all_of_it if len(trace.answer) >= tokens)
         traces = list(itertools.islice(long, args.problems))
-        if not traces:
-            parser.error(f"{source} has no answer of {tokens} tokens: pass fewer --tokens")
+        if len(traces) < 2:  # their ages are compared
+            parser.error(
+                f"{source}: {len(traces)} of the answers looked at have {tokens} tokens, and two "
+                "are needed: pass fewer --tokens, or more --problems"
+            )
         found = measure(lm, traces, args.methods, args.every, args.share)
         result["results"][source] = {"traces": [trace.name for trace in traces], "methods": found}
         write_json(args.out, result)
         for (name, one), part in itertools.product(found.items(), PARTS):
-            of_part = one["figures"][part]
-            cells = [
-                f"{kind} {x['kept']:.3f} ({x['above']:+.0%}, {x['interval'][0]:+.0%} to "
-                f"{x['interval'][1]:+.0%})"
-                for kind, x in of_part["kinds"].items()
-            ]
-            print(f"{source}, {name}, {part}: chance {of_part['chance']:.3f}; " + "; ".join(cells))
+            print(f"{source}, {name}, {part}: {described(one[part])}")
+
+
+def described(found: dict) -> str:
+    """A part's figures, for people."""
+    cells = [f"chance {found['chance']:.3f}"]
+    for kind, one in found["kinds"].items():
+        cells.append(f"{kind} {one['kept']:.3f}")
+        for key in ("above_chance", "above_age"):
+            if one[key] is not None:
+                cells[-1] += f", {key} " + "{:+.0%} ({:+.0%} to {:+.0%})".format(*one[key])
+    return "; ".join(cells)
 
 
 if __name__ == "__main__":

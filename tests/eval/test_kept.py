@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from kvjax import recipes
-from kvjax.eval.bench_kept import METHODS, counts, cut, figures, held, main, methods, read, told
+from kvjax.eval.bench_kept import (
+    METHODS,
+    counts,
+    cut,
+    figures,
+    held,
+    main,
+    methods,
+    read,
+    same_age,
+    told,
+)
 from kvjax.eval.traces import UNKNOWN, Trace
 from kvjax.thoughts import KINDS, Given, Retention
 from tests.decoding import small
@@ -30,13 +41,13 @@ def test_streaming_holds_the_first_four_and_the_last_of_each_kind():
     here = np.zeros(ANSWER, bool)
     here[: 4 - PROMPT] = here[-(budget - 4 + 1) :] = True
     assert found.shape[2] == ANSWER and (found == here).all()
-    total = counts(trace, found)
+    total, _ = counts(np.stack([trace.kinds] * 2), np.stack([found.mean((0, 1))] * 2))
     for kind in range(3):
         mine = trace.kinds == kind
-        assert total[0, kind].tolist() == [mine.sum(), here[mine].sum()]
+        assert total[0, kind, :2].tolist() == [mine.sum(), here[mine].sum()]
         early = mine & (np.arange(ANSWER) < ANSWER // 2)
-        assert total[1, kind].tolist() == [early.sum(), early[: 4 - PROMPT].sum()]
-    np.testing.assert_array_equal(total[1] + total[2], total[0])
+        assert total[1, kind, :2].tolist() == [early.sum(), early[: 4 - PROMPT].sum()]
+    np.testing.assert_array_equal((total[1] + total[2])[:, :2], total[0, :, :2])
 
 
 def test_every_class_and_head_is_counted_and_free_slots_are_not():
@@ -63,30 +74,50 @@ def test_thinkv_holds_what_its_schedule_leaves():
     assert not (found == found[:1, :1]).all()  # each head chooses its own
 
 
-def test_figures_are_shares_of_tokens_over_layers_and_heads():
+def test_figures_are_shares_of_tokens():
     rng = np.random.default_rng(2)
-    traces = [planted(seed, tokens) for seed, tokens in ((3, 40), (4, 70))]
-    masks = [rng.random((2, 3, len(trace.answer))) < 0.4 for trace in traces]
-    found = figures(np.array([counts(*one) for one in zip(traces, masks, strict=True)]))
-    for k, kind in enumerate(KINDS):
-        one = found["all"]["kinds"][kind]
-        of_kind = np.concatenate(
-            [mask[..., trace.kinds == k] for trace, mask in zip(traces, masks, strict=True)], 2
-        )
-        assert one["tokens"] == of_kind.shape[2]
-        assert one["kept"] == pytest.approx(of_kind.mean())
-        chance = np.concatenate(masks, 2).mean()
-        assert found["all"]["chance"] == pytest.approx(chance)
-        assert one["above"] == pytest.approx(of_kind.mean() / chance - 1)
-        low, high = one["interval"]
-        assert low <= one["above"] <= high
+    kinds, shares = rng.integers(0, 3, (4, 60)), rng.random((4, 60))
+    found = figures(counts(kinds, shares))
+    for name, part in (
+        ("all", slice(None)),
+        ("first half", slice(30)),
+        ("second half", slice(30, 60)),
+    ):
+        for k, kind in enumerate(KINDS):
+            one, mine = found[name]["kinds"][kind], kinds[:, part] == k
+            kept, chance = shares[:, part][mine].mean(), shares[:, part].mean()
+            assert one["tokens"] == mine.sum() and one["kept"] == pytest.approx(kept)
+            assert found[name]["chance"] == pytest.approx(chance)
+            above, low, high = one["above_chance"]
+            assert above == pytest.approx(kept / chance - 1) and low <= above <= high
+
+
+def test_what_depends_on_age_alone_is_not_above_that_of_the_same_age():
+    """Kinds that come late are kept more than by chance; a kind that is liked, more than both."""
+    rng = np.random.default_rng(3)
+    kinds = np.sort(rng.integers(0, 3, (20, 300)), 1)  # R before E before T
+    late = np.arange(300) / 300 * np.ones((20, 1))
+    by_age = figures(counts(kinds, late))["all"]["kinds"]
+    assert by_age["T"]["above_chance"][0] > 0.5
+    for one in by_age.values():
+        assert abs(one["above_age"][0]) < 0.02
+    kinds = rng.integers(0, 3, (20, 300))
+    liked = figures(counts(kinds, late * np.where(kinds == 1, 1.0, 0.5)))["all"]["kinds"]
+    assert liked["E"]["above_age"][0] == pytest.approx(0.5, abs=0.05)
+    assert liked["R"]["above_age"][0] == pytest.approx(-0.25, abs=0.05)
+
+
+def test_age_is_that_of_the_other_traces():
+    shares = np.zeros((3, 90))
+    shares[0, 45] = 1
+    found = same_age(shares)
+    assert found[0].max() == 0
+    np.testing.assert_allclose(found[1], np.where(abs(np.arange(90) - 45) <= 16, 1 / 33 / 2, 0))
 
 
 def test_what_has_no_kind_takes_no_part():
-    trace = planted(5, 20)
-    trace.kinds[:] = np.repeat([UNKNOWN, 0], 10)
-    mask = np.arange(20)[None, None] < 15
-    found = figures(counts(trace, mask)[None])
+    kinds = np.repeat([UNKNOWN, 0], 10) * np.ones((2, 1), int)
+    found = figures(counts(kinds, (np.arange(20) < 15) * np.ones((2, 1))))
     assert found["all"]["chance"] == 0.5 and list(found["all"]["kinds"]) == ["R"]
     assert found["first half"]["kinds"] == {}
 
@@ -118,5 +149,5 @@ def test_the_command_measures_the_reasoner(tmp_path, capsys):
     found = json.loads(out.read_text())
     assert found["tokens"] == 129
     for method in found["results"]["reasoner 200"]["methods"].values():
-        assert sum(x["tokens"] for x in method["figures"]["all"]["kinds"].values()) == 2 * 129
+        assert sum(x["tokens"] for x in method["all"]["kinds"].values()) == 2 * 129
     assert "streaming, first half: chance" in capsys.readouterr().out
