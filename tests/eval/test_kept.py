@@ -11,6 +11,7 @@ from kvjax.eval.bench_kept import (
     METHODS,
     counts,
     cut,
+    described,
     figures,
     held,
     main,
@@ -120,6 +121,14 @@ def test_what_has_no_kind_takes_no_part():
     found = figures(counts(kinds, (np.arange(20) < 15) * np.ones((2, 1))))
     assert found["all"]["chance"] == 0.5 and list(found["all"]["kinds"]) == ["R"]
     assert found["first half"]["kinds"] == {}
+
+
+def test_where_nothing_is_held_there_is_nothing_to_be_above():
+    kinds = np.tile([0, 1], (2, 10))
+    found = figures(counts(kinds, (np.arange(20) >= 10) * np.ones((2, 1))))["first half"]
+    assert found["chance"] == 0 and found["kinds"]["R"]["kept"] == 0
+    assert found["kinds"]["R"]["above_chance"] is None
+    assert described(found).startswith("chance 0.000; R 0.000")
 
 
 def test_thinkv_is_told_each_segments_most_frequent_kind():
