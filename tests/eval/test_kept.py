@@ -154,7 +154,20 @@ def test_all_methods_hold_the_prompt_and_the_same_budget():
 def test_the_command_measures_the_reasoner(tmp_path, capsys):
     out = tmp_path / "kept.json"
     command = ["--model", str(MODEL), "--levels", "200", "--problems", "2", "--tokens", "128"]
-    main([*command, "--every", "64", "--methods", "streaming", "thinkv", "--out", str(out)])
+    main(
+        [
+            *command,
+            "--share",
+            "0.5",
+            "--every",
+            "64",
+            "--methods",
+            "streaming",
+            "thinkv",
+            "--out",
+            str(out),
+        ]
+    )
     found = json.loads(out.read_text())
     assert found["tokens"] == 129
     for method in found["results"]["reasoner 200"]["methods"].values():
