@@ -42,6 +42,7 @@ from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.prompts import prefill_prompts
 from kvjax.decoding.resume import read_on
+from kvjax.errors import UsageError
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import small_model
 from kvjax.eval.traces import Trace, of_file, of_reasoner
@@ -244,7 +245,10 @@ def main(argv: list[str] | None = None) -> None:
                 f"{source}: {len(traces)} of the answers looked at have {tokens} tokens, and two "
                 "are needed: pass fewer --tokens, or more --problems"
             )
-        found = measure(lm, traces, args.methods, args.every, args.share)
+        try:
+            found = measure(lm, traces, args.methods, args.every, args.share)
+        except UsageError as error:  # a prompt that is longer than its budget, say
+            parser.error(f"--share {args.share}: {error}")
         result["results"][source] = {"traces": [trace.name for trace in traces], "methods": found}
         write_json(args.out, result)
         for (name, one), part in itertools.product(found.items(), PARTS):
