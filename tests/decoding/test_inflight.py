@@ -44,7 +44,9 @@ def mixed(count: int = 10) -> list[list[int]]:
     return small.prompts([20, 31, 17, 25, 32, 18, 29, 22, 19, 30][:count], seed=4)
 
 
-@pytest.mark.parametrize("how", [{}, {"seed": 1} | SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"seed": 1} | SAMPLED, marks=slow)], ids=["greedy", "sampled"]
+)
 def test_answers_are_those_alone(how):
     how = how | {"stop_ids": STOPS}
     together = small.decode(mixed(), **how)
@@ -74,7 +76,9 @@ RECIPES = {
 QUICK = ("streaming",)
 
 
-@pytest.mark.parametrize("how", [{}, {"seed": 3} | SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how", [pytest.param({}, marks=slow), {"seed": 3} | SAMPLED], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else slow) for n in RECIPES]
 )
