@@ -21,7 +21,7 @@ import kvjax
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.devices import start_devices
-from kvjax.command.errors import exit_code
+from kvjax.command.entry import run_parsed
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import shape_of_model
 from kvjax.command.train_dynakv_options import in_flags
@@ -145,14 +145,7 @@ def say_unless(quiet: bool, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    verbose = False
-    try:
-        args = parse(argv)
-        verbose = args.verbose
-        with Interrupts() as interrupts:
-            return run(args, interrupts)
-    except BaseException as error:
-        return exit_code(error, verbose=verbose)
+    return run_parsed(parse, argv, run)
 
 
 if __name__ == "__main__":

@@ -41,3 +41,25 @@ def run_command(
             return start(config, actions, interrupts)
     except BaseException as error:
         return exit_code(error, verbose=config is not None and config.verbose)
+
+
+def run_parsed(
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    argv: Sequence[str] | None,
+    start: Callable[[argparse.Namespace, Interrupts], int],
+) -> int:
+    """``run_command`` for a command whose options argparse reads alone.
+
+    Args:
+        parse: from the arguments, those of the process if None, to options with a ``verbose``.
+        argv: the arguments.
+        start: does the work, of the options and the interrupts.
+    """
+    verbose = False
+    try:
+        args = parse(argv)
+        verbose = args.verbose
+        with Interrupts() as interrupts:
+            return start(args, interrupts)
+    except BaseException as error:
+        return exit_code(error, verbose=verbose)
