@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import KVCache, append, held_latents, plan, reserve_layer, store
+from kvjax.cache import KVCache, append, held_latents, reserve_layer, store
 from kvjax.decoding.chunk import DecodeState
-from kvjax.decoding.empty import spread_cache
 from kvjax.dynakv.cached import as_stored, attend_step, in_blocks, latents
 from kvjax.dynakv.mask import prefix
 from kvjax.dynakv.projector import BLOCKS, HEAD_ROOM, Projector
@@ -33,7 +32,7 @@ from kvjax.dynakv.spectrum import LayerSpectra, SpectralGate, Spectrum, key_widt
 from kvjax.eval.bench_decode import LLAMA_8B, timed
 from kvjax.eval.bench_kernels import measure
 from kvjax.eval.bench_scale import random_model
-from kvjax.eval.filled import PROMPT, filled
+from kvjax.eval.filled import empty, filled, standing
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -102,16 +101,6 @@ def filled_with_latents(
 ) -> DecodeState:
     """Every row at ``context`` tokens of random latents, stored as decoding stores them."""
     width = key_width(config)
-    planned = plan(
-        config,
-        recipe,
-        batch_size=rows,
-        prompt_tokens=PROMPT,
-        max_new_tokens=context - PROMPT + steps,
-        dtype=jnp.bfloat16,
-        parameter_bytes=0,
-        tp=tp,
-    )
     settings = recipe.projector.in_blocks(width)
     length = jnp.full(rows, context, jnp.int32)
     left = context - recipe.window  # tokens that are no longer recent
@@ -137,7 +126,7 @@ def filled_with_latents(
         layer, placed = store(layer, 1, x, jnp.zeros((*x.shape[:3], 0), x.dtype), pos, keep)
         return layer, (keep & ~placed).sum((1, 2), dtype=jnp.int32)
 
-    cache = spread_cache(None, geometry=planned.geometry)
+    cache = empty(config, recipe, rows, context + steps, tp)
     layers, lost = [], jnp.zeros(rows, jnp.int32)
     for index, layer in enumerate(cache.layers):
         key = jax.random.fold_in(jax.random.key(2), index)
@@ -146,16 +135,8 @@ def filled_with_latents(
             layer, crowded = piece(layer, jax.random.fold_in(key, start), jnp.int32(start))
             lost += crowded
         layers.append(layer)
-    cache = dataclasses.replace(
-        cache,
-        layers=tuple(layers),
-        length=length + 0,
-        prompt=jnp.full(rows, PROMPT, jnp.int32),
-        stored=length - recipe.window,
-        crowded=lost,
-    )
-    tokens, more = jnp.zeros(rows, jnp.int32), jnp.full(rows, steps, jnp.int32)
-    return DecodeState(cache, tokens, more, jnp.ones(rows, bool))
+    cache = dataclasses.replace(cache, crowded=lost)
+    return standing(cache, tuple(layers), rows, context, recipe.window, steps)
 
 
 def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache import plan
+from kvjax.cache import KVCache, LayerCache, plan
 from kvjax.cache.pages import take_pages
 from kvjax.cache.slots import replace_class
 from kvjax.compress.policy import policies
@@ -90,16 +90,6 @@ def filled(
         tp: devices of the mesh that this is called on; each has its heads' pages.
         given: tokens of a KV head in each coded class; what the recipe's budget leaves if None.
     """
-    planned = plan(
-        config,
-        recipe,
-        batch_size=rows,
-        prompt_tokens=PROMPT,
-        max_new_tokens=context - PROMPT + steps,
-        dtype=jnp.bfloat16,
-        parameter_bytes=0,
-        tp=tp,
-    )
     # The first class has a slot for each position modulo its capacity.
     recent = context if recipe.keeps_all else recipe.window
     others, levels = ([], None) if recipe.keeps_all else held(recipe, config, context)
@@ -144,9 +134,39 @@ def filled(
             layer = replace_class(layer, index, pools=pool, tables=table, free=free)
         return layer
 
-    cache = spread_cache(None, geometry=planned.geometry)
+    cache = empty(config, recipe, rows, context + steps, tp)
     keys = jax.random.split(jax.random.key(1), config.num_layers)
     layers = tuple(fill(layer, key) for layer, key in zip(cache.layers, keys, strict=True))
+    if cache.thoughts is not None:
+        cache = dataclasses.replace(cache, thoughts=_thoughts(cache.thoughts, levels))
+    return standing(cache, layers, rows, context, recent, steps)
+
+
+def empty(config: ModelConfig, recipe: Recipe, rows: int, tokens: int, tp: int) -> KVCache:
+    """A cache with room for rows of so many tokens, on the devices of the mesh."""
+    planned = plan(
+        config,
+        recipe,
+        batch_size=rows,
+        prompt_tokens=PROMPT,
+        max_new_tokens=tokens - PROMPT,
+        dtype=jnp.bfloat16,
+        parameter_bytes=0,
+        tp=tp,
+    )
+    return spread_cache(None, geometry=planned.geometry)
+
+
+def standing(
+    cache: KVCache,
+    layers: tuple[LayerCache, ...],
+    rows: int,
+    context: int,
+    recent: int,
+    steps: int,
+) -> DecodeState:
+    """Rows of ``context`` tokens, of which the last ``recent`` are in the recent window, with as
+    many steps to go."""
     length = jnp.full(rows, context, jnp.int32)
     cache = dataclasses.replace(
         cache,
@@ -154,7 +174,6 @@ def filled(
         length=length,
         prompt=jnp.full(rows, PROMPT, jnp.int32),
         stored=length - recent,
-        thoughts=None if cache.thoughts is None else _thoughts(cache.thoughts, levels),
     )
     tokens, left = jnp.zeros(rows, jnp.int32), jnp.full(rows, steps, jnp.int32)
     return DecodeState(cache, tokens, left, jnp.ones(rows, bool))
