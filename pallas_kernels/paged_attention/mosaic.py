@@ -139,14 +139,10 @@ def _shares(
             )
             barriers += 8 * len(plan.arrivals)
         tiles = None
-        for number, program in enumerate(programs):
-            if not program.behind:
-                if number:
-                    lanes.sync()  # the stages are free
+        for program in programs:
+            if program is programs[0] or program.behind:
                 program.begin()
-            for other in programs[number + 1 :][:1]:
-                if other.behind:
-                    other.begin()
+        for program in programs:
             tiles = program.attend(tiles)
         programs[-1].store(tiles)
 

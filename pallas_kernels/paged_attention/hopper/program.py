@@ -57,7 +57,8 @@ class Program:
         self.pages = [self._page(self.first + number) for number in range(ahead)]
 
     def begin(self) -> None:
-        """Fetch what no other pool's pages are in the way of."""
+        """Fetch what no other pool's pages are in the way of: for the first pool, and for one that
+        is behind it."""
         self._fetch_first(0, self.plan.stages - self.behind)
 
     def _fetch_first(self, start: int, stop: int) -> None:
@@ -67,15 +68,14 @@ class Program:
     def attend(self, tiles):
         """Add what the pool's slots say to the tops, masses and sums of each tile of heads.
 
-        To be called after ``begin``.
-
         Args:
             tiles: what another pool's program left, or None.
         """
         lanes, plan, first, last = self.lanes, self.plan, self.first, self.last
-        if self.behind:
-            lanes.sync()  # the other stages are free, too
-            self._fetch_first(plan.stages - self.behind, plan.stages)
+        if tiles is not None:
+            lanes.sync()  # the stages are free
+            begun = plan.stages - self.behind if self.behind else 0
+            self._fetch_first(begun, plan.stages)
         queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
         query = [queries.words(tile) for tile in range(self.tiles)]
         if tiles is None:
