@@ -24,7 +24,6 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax import recipes
@@ -34,6 +33,7 @@ from kvjax.decoding.maintain import maintain
 from kvjax.eval import gathered
 from kvjax.eval.filled import PROMPT, filled
 from kvjax.eval.kernel_times import kernel_times
+from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.memory import device_memory, memory_in_use
 from kvjax.models.config import ModelConfig
@@ -346,8 +346,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
     args = parser.parse_args()
     config = ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": args.layers})
-    init = jax.jit(lambda key: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=key)))
-    model = jax.block_until_ready(init(jax.random.key(0)))
+    model = random_model(config)
     bandwidth = read_bandwidth()
     record = {
         "run": run_record(args.commit),

@@ -31,8 +31,8 @@ from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import LayerSpectra, SpectralGate, Spectrum, key_width
 from kvjax.eval.bench_decode import LLAMA_8B, timed
 from kvjax.eval.bench_kernels import measure
-from kvjax.eval.bench_scale import random_model
 from kvjax.eval.filled import empty, filled, standing
+from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -323,7 +323,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = {**LLAMA_8B, "num_hidden_layers": args.layers}
     config = ModelConfig.from_hf(shape)
-    model = random_model(config, None)
+    model = random_model(config)
     record = {"run": run_record(args.commit), "shape": shape, "ranks": RANKS}
     record["results"] = []
     size = {"blocks": args.blocks, "repeats": args.repeats}

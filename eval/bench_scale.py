@@ -22,15 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import blank
 from kvjax.eval.bench_decode import LARGEST, LLAMA_8B, largest_batch, method_of, timed
+from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.sharding import check_mesh, device_bytes, device_mesh, on, shards, specs
+from kvjax.sharding import device_bytes, device_mesh
 from kvjax.sharding.across import AXIS
 from kvjax.train.dynakv.settings import TrainSettings
 from kvjax.train.dynakv.state import Trainer
@@ -52,22 +53,6 @@ SMOLLM2 = {
 MOST = 512
 """Rows that the largest batch has at most: beyond, a step takes long and tells little."""
 _WARM = 2
-
-
-def random_model(config: ModelConfig, mesh: Mesh | None) -> Decoder:
-    """A bfloat16 model on the devices of a mesh, or on JAX's default one, made where it lies."""
-
-    def make(key):
-        return Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=key))
-
-    check_mesh(config, shards(mesh))
-    spread = None
-    if mesh is not None:
-        abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
-        places = [NamedSharding(mesh, spec) for spec in specs(abstract, shards(mesh))]
-        spread = jax.tree.unflatten(jax.tree.structure(abstract), places)
-    with on(mesh):
-        return jax.block_until_ready(jax.jit(make, out_shardings=spread)(jax.random.key(0)))
 
 
 def decoding(

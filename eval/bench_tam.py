@@ -23,9 +23,7 @@ import time
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvjax import recipes
 from kvjax.compare import compare, reference
@@ -35,6 +33,7 @@ from kvjax.decoding.maintain import maintain
 from kvjax.errors import UsageError
 from kvjax.eval.bench_thinkv import QWEN3_4B
 from kvjax.eval.filled import filled, first
+from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import (
     add_slice_arguments,
@@ -45,7 +44,6 @@ from kvjax.eval.text import (
 )
 from kvjax.matching import AttentionMatching
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
 
 
@@ -187,8 +185,7 @@ def _compaction(config, recipe: Recipe, tokens: int, done: int, seed: int) -> fl
 
 def _step(config, recipe: Recipe, tokens: int) -> float:
     """Milliseconds of a decode step once the row is compacted."""
-    init = jax.jit(lambda key: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=key)))
-    model = jax.block_until_ready(init(jax.random.key(0)))
+    model = random_model(config)
     state, halt, times = _state(config, recipe, tokens, 0), np.zeros(1, bool), []
     state = maintain(state, ~halt, config=config, recipe=recipe, done=recipe.every)
     for _ in range(4):

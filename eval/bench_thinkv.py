@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import kvjax
 from kvjax.cache import init_cache
@@ -39,6 +38,7 @@ from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.errors import UsageError
 from kvjax.eval.bench_recipes import PROTECTED, Planner, variants
+from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import (
     add_slice_arguments,
@@ -48,7 +48,6 @@ from kvjax.eval.text import (
     rows_of,
 )
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, thinkv
 from kvjax.thoughts import KINDS, Given, Retention, Segmenter, Sparsity
 from kvjax.thoughts.calibration import Calibration
@@ -198,8 +197,7 @@ def quality(args: argparse.Namespace) -> None:
 
 def overhead(args: argparse.Namespace) -> None:
     config = ModelConfig.from_hf({**QWEN3_4B, "num_hidden_layers": args.model_layers})
-    init = jax.jit(lambda key: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=key)))
-    model = jax.block_until_ready(init(jax.random.key(0)))
+    model = random_model(config)
     spread = [i * config.num_layers // 4 for i in range(4)]
     segmenter = Sparsity(tuple(spread), (args.low, args.high))
     recipe = thinkv(args.budget, segmenter=segmenter, retention=Retention())

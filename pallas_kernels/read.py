@@ -32,15 +32,14 @@ def coded_queries(
     if pages.mean is None and pages.balance is None and not pages.rotated:
         return q, None
     kv_heads = pages.mean if pages.mean is not None else pages.balance
-    wide = q.astype(jnp.float32)
-    grouped = wide if kv_heads is None else wide.reshape(len(q), len(kv_heads), -1, q.shape[-1])
-    offset = None
+    turned, offset = q, None
+    if kv_heads is not None:
+        grouped = q.astype(jnp.float32).reshape(len(q), len(kv_heads), -1, q.shape[-1])
     if pages.mean is not None:
         offset = (grouped * pages.mean[None, :, None]).sum(-1).reshape(q.shape[:2])
     if pages.balance is not None:
-        grouped = grouped * pages.balance[None, :, None]
-    wide = grouped.reshape(q.shape)
-    return (rotate(wide) if pages.rotated else wide).astype(q.dtype), offset
+        turned = (grouped * pages.balance[None, :, None]).reshape(q.shape)
+    return (rotate(turned) if pages.rotated else turned).astype(q.dtype), offset
 
 
 def plain_output(pages: KVPages, out: Float[Array, "*N D"]) -> Float[Array, "*N D"]:

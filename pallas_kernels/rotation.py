@@ -7,6 +7,7 @@ scale serves them all. Products of rotated vectors are those of the vectors them
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
@@ -41,14 +42,36 @@ def _dct(size: int) -> np.ndarray:
 
 def rotate(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
     """``x @ rotation(D)``, in float32."""
-    matrix = jnp.asarray(rotation(x.shape[-1]))
-    return einsum_float32("...d,de->...e", x.astype(jnp.float32), matrix)
+    return _product("...d,de->...e", x)
 
 
 def unrotate(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
     """What ``rotate`` made ``x`` of: ``x @ rotation(D).T``, in float32."""
-    matrix = jnp.asarray(rotation(x.shape[-1]))
-    return einsum_float32("...e,de->...d", x.astype(jnp.float32), matrix)
+    return _product("...e,de->...d", x)
+
+
+def _product(subscripts: str, x: Array) -> Array:
+    dim = x.shape[-1]
+    exact = functools.partial(einsum_float32, subscripts)
+    if dim & (dim - 1):
+        return exact(x.astype(jnp.float32), jnp.asarray(rotation(dim)))
+    # Hadamard's matrix has no numbers but 1 and -1, which bfloat16 and TF32 hold as well.
+    signs = np.sign(rotation(dim))
+    if x.dtype != jnp.float32:
+        return exact(x, jnp.asarray(signs, x.dtype)) * jnp.float32(dim**-0.5)
+    halves = functools.partial(in_halves, subscripts)
+    found = jax.lax.platform_dependent(x, jnp.asarray(signs), cuda=halves, default=exact)
+    return found * jnp.float32(dim**-0.5)
+
+
+def in_halves(subscripts: str, x: Float32[Array, "..."], signs: Float32[Array, "..."]) -> Array:
+    """The product of two arrays, the second one of numbers that TF32 holds, as exact as float32.
+
+    Tensor cores take both halves of a number sooner than other cores take the whole one.
+    """
+    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    product = functools.partial(jnp.einsum, subscripts, precision=jax.lax.Precision.HIGH)
+    return product(high, signs) + product(x - high, signs)
 
 
 def into_basis(

@@ -1,16 +1,17 @@
 """K-means over the keys of a segment, many of them at a time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
-
-from pallas_kernels.einsum import einsum_float32
 
 EQUAL = 1.0001
 """Squared distances up to this factor apart count as equal: two tokens that are a cluster of their
 own are equally far from its center, and rounding must not choose between them."""
 NOTHING = 1e-10
 """Squared distances up to this share of a key's squared norm are rounding, and count as none."""
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
 
 
 def cluster_centers(
@@ -18,8 +19,9 @@ def cluster_centers(
 ) -> tuple[Bool[Array, "B H T"], Float32[Array, "B H T"]]:
     """Cluster tokens; returns which is the nearest of its cluster's to the center.
 
-    Lloyd's algorithm with squared distances, in float32. A cluster that loses all its members keeps
-    its center. Of tokens equally near the earlier counts.
+    Lloyd's algorithm with squared distances, in float32, but that GPUs round what they multiply to
+    TF32, which has more bits than keys. A cluster that loses all its members keeps its center. Of
+    tokens equally near the earlier counts.
 
     Args:
         keys: of the tokens.
@@ -34,15 +36,16 @@ def cluster_centers(
     clusters = len(start)
     if not clusters:
         return jnp.zeros(x.shape[:3], bool), (x**2).sum(-1)
+    x -= x[:, :, :1]  # what all have in common says nothing, and costs digits
 
     def assign(centers):
-        dots = einsum_float32("bhtd,bhkd->bhtk", x, centers)
+        dots = _product("bhtd,bhkd->bhtk", x, centers)
         return ((centers**2).sum(-1)[:, :, None] - 2 * dots).argmin(-1)
 
     def step(_, centers):
         member = jax.nn.one_hot(assign(centers), clusters, dtype=jnp.float32)
         count = member.sum(2)[..., None]
-        mean = einsum_float32("bhtk,bhtd->bhkd", member, x) / jnp.maximum(count, 1)
+        mean = _product("bhtk,bhtd->bhkd", member, x) / jnp.maximum(count, 1)
         return jnp.where(count > 0, mean, centers)
 
     centers = jax.lax.fori_loop(0, iterations, step, x[:, :, start])

@@ -86,7 +86,7 @@ def paged_attention_mosaic(
         soft_cap=soft_cap,
         interpret=interpret,
     )
-    return combine([parts], [lambda out: out], queries[0], sinks)
+    return combine([parts], [False], queries[0], sinks)
 
 
 # Compiled by itself, so that equal layers trace it once.

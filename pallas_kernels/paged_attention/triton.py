@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import SCRATCH_PAGE, KVPages, beyond_offsets
 from pallas_kernels.paged_attention.operands import FORMATS, LOWEST, NEG_INF, Codes, Numbers, Place
-from pallas_kernels.read import coded_queries, plain_output
+from pallas_kernels.read import coded_queries
+from pallas_kernels.rotation import unrotate
 
 LOG2E = math.log2(math.e)  # logits are kept times this: a GPU has an instruction for 2**x alone
 
@@ -102,8 +103,8 @@ def paged_attention_triton(
         shares(*coded_queries(pages, q), pages, table, launch=launch or _launch(pages))
         for q, pages, table in zip(queries, pools, tables, strict=True)
     ]
-    turns = [functools.partial(plain_output, pages) for pages in pools]
-    out, lse = combine(parts, turns, queries[0], sinks)
+    rotated = [pages.rotated for pages in pools]
+    out, lse = combine(parts, rotated, queries[0], sinks)
     return (out, lse, _masses(parts, tables, lse)) if with_mass else (out, lse)
 
 
@@ -285,12 +286,12 @@ def _place(table, row, head, step, page, slots) -> Place:
     return Place(ids, jnp.arange(page))
 
 
-def combine(parts, turns, q, sinks):
+def combine(parts, rotated, q, sinks):
     """Merge shares: the output, and the log-sum-exp of the logits.
 
     Args:
         parts: what ``_shares`` returns, of each pool or of several together.
-        turns: for each, what makes the model's own values of a sum.
+        rotated: for each, whether its sums have to be turned back.
         q: the queries, for their shape.
     """
     kv_heads = parts[0]["top"].shape[1]
@@ -300,11 +301,12 @@ def combine(parts, turns, q, sinks):
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1) * LOG2E
         best = jnp.maximum(best, sink)
     total = 0.0 if sinks is None else jnp.exp2(sink - best)
-    out = 0.0
-    for part, turn in zip(parts, turns, strict=True):
+    sums = {}
+    for part, turned in zip(parts, rotated, strict=True):
         weight = jnp.exp2(part["top"] - best[:, :, None])
         total += (part["total"] * weight).sum(2)
-        out += turn((part["out"] * weight[..., None]).sum(2))
+        sums[turned] = sums.get(turned, 0.0) + (part["out"] * weight[..., None]).sum(2)
+    out = sums.get(False, 0.0) + (unrotate(sums[True]) if True in sums else 0.0)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, best + jnp.log2(total), -jnp.inf)

@@ -99,9 +99,17 @@ def _planes(pool: KVPages) -> int:
 
 def _store(given, _, pool, *, tile, width, formats, interpret):
     row, head = pl.program_id(0), pl.program_id(1)
-    tokens, dim = given["k"].shape[2:]
     at = pl.program_id(2) * tile + jnp.arange(tile)
-    page = plt.load(given["pages"].at[row, head, at], mask=at < tokens, other=SCRATCH_PAGE)
+    inside = at < given["k"].shape[2]
+    page = plt.load(given["pages"].at[row, head, at], mask=inside, other=SCRATCH_PAGE)
+    # Every class is shown all tokens, and most take none of a tile.
+    pl.when(page.max() > SCRATCH_PAGE)(
+        lambda: _store_tile(given, pool, row, head, at, page, width, formats, interpret)
+    )
+
+
+def _store_tile(given, pool, row, head, at, page, width, formats, interpret):
+    dim, tile = given["k"].shape[3], len(at)
     kept = page != SCRATCH_PAGE
     slot = plt.load(given["slots"].at[row, head, at], mask=kept, other=0)
     chunks = [jnp.arange(width) + first for first in range(0, dim, width)]

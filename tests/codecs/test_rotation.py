@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.codecs import rotate, rotation, unrotate
+from pallas_kernels.rotation import in_halves
 
 SIZES = [1, 2, 5, 12, 64, 80, 96, 128, 192]
 
@@ -44,6 +45,14 @@ def test_products_are_kept_and_rotations_undone(size, dtype):
     np.testing.assert_allclose(unrotate(turned), exact_k, rtol=0, atol=1e-5)
     products = (np.asarray(rotate(q)) * np.asarray(turned)).sum(-1)
     np.testing.assert_allclose(products, (exact_q * exact_k).sum(-1), rtol=0, atol=1e-4)
+
+
+def test_halves_make_the_whole_product():
+    """What GPUs compute in two products that round what they multiply to TF32."""
+    x = np.random.default_rng(0).standard_normal((7, 64)).astype(np.float32)
+    signs = np.sign(rotation(64))
+    found = in_halves("...d,de->...e", jnp.asarray(x), jnp.asarray(signs))
+    np.testing.assert_allclose(found, x.astype(np.float64) @ signs, rtol=0, atol=1e-5)
 
 
 def test_one_large_channel_is_spread():

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.eval import bench_latents
 from kvjax.eval.bench_decode import LLAMA_8B
-from kvjax.eval.bench_scale import random_model
+from kvjax.eval.random_model import random_model
 from kvjax.models.config import ModelConfig
 from tests.eval.test_scale import SMALL
 
@@ -18,7 +18,7 @@ def test_results():
     """Ranks are those asked for, nothing is crowded out, and parts are less than the whole."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     config = ModelConfig.from_hf(LLAMA_8B | SMALL | heads)
-    model = random_model(config, None)
+    model = random_model(config)
     size = {"blocks": 8, "repeats": 2}
     found = list(bench_latents.results(config, model, ["bf16", "int4"], 2, [128], **size))
     full, plain, coded, parts, _ = found

@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.hopper.plan import unsupported
 from pallas_kernels.paged_attention.mosaic import other_device
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.rotation import rotate, rotation, unrotate
 from tests.kernels import cases, coded
 from tests.kernels.cases import Case
 from tests.kernels.stores import SHAPES as STORES
@@ -196,6 +197,17 @@ def test_write_slots_of_the_benchmark(name):
         stored.append(store(copy, **arguments))
         assert pointers(stored[-1]) == where
     coded.check(*stored, {"pool": pool, **arguments})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_rotations_as_exact_as_float32(dim, dtype):
+    x = jax.random.normal(jax.random.key(0), (33, 8, dim), dtype)
+    exact = np.asarray(x, np.float64)
+    found = np.asarray(jax.jit(rotate)(x), np.float64)
+    np.testing.assert_allclose(found, exact @ rotation(dim).astype(np.float64), rtol=0, atol=1e-5)
+    back = np.asarray(jax.jit(unrotate)(jnp.asarray(found, jnp.float32)))
+    np.testing.assert_allclose(back, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("fmt", "pages"), [("float", 3 * 2**19), ("int8", 2**22 + 1)], ids=str)
