@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import math
 import pathlib
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ def quality(args: argparse.Namespace) -> None:
         for when, every in (("periodic", args.every), ("once", trigger))
         for share in args.shares
         for name, recipe in parts(every, when == "once")
+        if re.fullmatch(args.only, name)
     ]
     for when, share, name, recipe in variants[args.start :: args.step]:
         start = time.perf_counter()
@@ -206,6 +208,7 @@ def main() -> None:
     add_text_arguments(text, 1, 4608, 256)
     text.add_argument("--every", type=int, default=1024)
     text.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    text.add_argument("--only", default=".*", help="variants whose name this expression matches")
     add_slice_arguments(text)
     text.set_defaults(run=quality)
     gpu = what.add_parser("time")
