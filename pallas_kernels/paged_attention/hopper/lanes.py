@@ -245,9 +245,9 @@ class Lanes:
 
         def start(ctx, ring, barrier, free, parity, ready, *rest):
             sources, rest = rest[: len(copies)], list(map(_value, rest[len(copies) :]))
-            leads = _is(arith.andi(mgpu.utils.thread_idx(), _c(31)), 0)
             wanted = arith.cmpi(arith.CmpIPredicate.ne, _value(ready), _c(0))
-            with mgpu.utils.when(arith.andi(leads, wanted)):
+            # Of a thread chosen otherwise, ptxas has every copy look for threads that differ.
+            with mgpu.utils.when(arith.andi(nvvm.elect_sync(), wanted)):
                 nvvm.mbarrier_try_wait_parity(_pointer(ring, free), _value(parity), _c(_WAIT))
                 done = _shared(ring, _value(barrier))
                 total = sum(each.nbytes for each in copies)
