@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.hopper.plan import (
     HEADS,
     WARPS,
     Launch,
+    pitch,
     plan_of,
     unsupported,
 )
@@ -119,7 +120,7 @@ def _shares(
         name: jax.ShapeDtypeStruct((rows, kv_heads, *shape), jnp.float32)
         for name, shape in shapes.items()
     }
-    merged = 4 * WARPS * -(-group // HEADS) * HEADS * (dim + 2)
+    merged = 4 * WARPS * -(-group // HEADS) * HEADS * (pitch(dim) + 2)
     arrivals = [count for plan in plans for count in plan.arrivals]
     start = -(-8 * len(arrivals) // 128) * 128
     ring = start + max(merged, *(plan.ring for plan in plans))
@@ -138,12 +139,18 @@ def _shares(
                 Program(lanes, plan, mine, stored, ring, *where, scale, window, soft_cap)
             )
             barriers += 8 * len(plan.arrivals)
-        tiles = None
         for program in programs:
             if program is programs[0] or program.behind:
                 program.begin()
-        for program in programs:
-            tiles = program.attend(tiles)
+        # Of all pools, while the first pages come.
+        queries = [program.queries() for program in programs]
+        tiles, rotated = programs[0].nothing(), plans[0].rotated
+        for program, query in zip(programs, queries, strict=True):
+            if program is not programs[0]:
+                program.follow()
+            if program.plan.rotated != rotated:
+                tiles, rotated = program.turned(tiles), not rotated
+            tiles = program.attend(query, tiles)
         programs[-1].store(tiles)
 
     grid = rows, kv_heads, count

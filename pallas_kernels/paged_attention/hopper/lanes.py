@@ -110,10 +110,11 @@ class Lanes:
 
         return _inline(load, jnp.float32, arguments=(plgpu.RefType(), _LAYOUT))(ref, _spread(at))
 
-    def store(self, ref, at: Int32[Array, " 128"], value, there) -> None:
-        """Store a float32 at a byte of an array, where ``there`` is set."""
+    def store(self, ref, at: Int32[Array, " 128"], value, there, offset: int = 0) -> None:
+        """Store a float32 at byte ``at + offset`` of an array, where ``there`` is set."""
         if self.interpret:
             every = _bytes(ref)
+            at = at + offset
             new = jax.lax.bitcast_convert_type(value, jnp.uint8)
             at = jnp.where(there[:, None], at[:, None] + jnp.arange(4)[None], every.size)
             every = every.at[at].set(new, mode="drop")
@@ -123,7 +124,7 @@ class Lanes:
 
         def store(ctx, ref, at, value, there):
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, _value(there), _c(0))):
-                llvm.store(_value(value), _pointer(ref, at), alignment=4)
+                llvm.store(_value(value), _pointer(ref, at, offset), alignment=4)
 
         call = _inline(store, arguments=(plgpu.RefType(), _LAYOUT, _LAYOUT, _LAYOUT))
         call(ref, _spread(at), _spread(value), _spread(there.astype(jnp.int32)))

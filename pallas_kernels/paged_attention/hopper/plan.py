@@ -84,6 +84,14 @@ def _four(byte: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
+def pitch(dim: int) -> int:
+    """Numbers from one head's sums to the next one's, where four warps' are put together.
+
+    Threads of neighbouring heads then store to banks of their own.
+    """
+    return dim + 8
+
+
 def _chunk(width: int) -> int:
     """The most bytes of a row that one of four threads can load at a time; none where there are."""
     return next((n for n in (16, 8, 4) if width % (4 * n) == 0), 0)

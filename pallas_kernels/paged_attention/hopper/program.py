@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layout import SCRATCH_PAGE
 from pallas_kernels.paged_attention.hopper.lanes import THREADS, Copy
-from pallas_kernels.paged_attention.hopper.plan import HEADS, WARPS, Side
+from pallas_kernels.paged_attention.hopper.plan import HEADS, WARPS, Side, pitch
 from pallas_kernels.paged_attention.hopper.query import Queries
 from pallas_kernels.paged_attention.hopper.registers import (
     as_bits,
@@ -48,13 +48,14 @@ class Program:
         self.tiles = -(-self.group // HEADS)
         # Where the slots of rows r of a first product are, among the warp's.
         self.slot = plan.span // 4 * (self.r >> 1) + (self.r & 1)
-        steps = pl.cdiv(self._used() * plan.page, WARPS * plan.span)
+        used = self._used()
+        steps = pl.cdiv(used, plan.pages)
         share = pl.cdiv(steps, plan.count)
+        if plan.alone:  # of the last step, a warp may have no page
+            steps = pl.cdiv(used - lanes.uniform(self.warp), plan.pages)
         self.first = part * share
         self.last = jnp.minimum(self.first + share, steps)
-        # A stage is filled again a step after it was read, so that no warp waits for another.
-        ahead = plan.stages - 1 if plan.stages < plan.share else plan.stages
-        self.pages = [self._page(self.first + number) for number in range(ahead)]
+        self.pages = [self._page(self.first + number) for number in range(plan.stages)]
 
     def begin(self) -> None:
         """Fetch what no other pool's pages are in the way of: for the first pool, and for one that
@@ -63,33 +64,40 @@ class Program:
 
     def _fetch_first(self, start: int, stop: int) -> None:
         for number, page in list(enumerate(self.pages))[start:stop]:
-            self._fetch(number, self.first + number, self.last, page)
+            self._fetch(number, self.first + number, page)
 
-    def attend(self, tiles):
+    def follow(self) -> None:
+        """Fetch the other first pages, once all warps have read those of the pool before."""
+        self.lanes.sync()
+        self._fetch_first(self.plan.stages - self.behind if self.behind else 0, self.plan.stages)
+
+    def queries(self) -> list:
+        """What ``Queries.words`` says of each tile of heads."""
+        where = self.lanes, self.plan, self.refs, self.row, self.head, self.group, self.scale
+        queries = Queries(*where)
+        return [queries.words(tile) for tile in range(self.tiles)]
+
+    def nothing(self) -> tuple:
+        """The top logit, mass and sums of each tile of heads, before any slot."""
+        zero = jnp.zeros(THREADS, jnp.float32)
+        return ((zero + LOWEST, zero, (zero,) * (self.plan.v.dim // 8)),) * self.tiles
+
+    def attend(self, query, tiles):
         """Add what the pool's slots say to the tops, masses and sums of each tile of heads.
 
         Args:
-            tiles: what another pool's program left, or None.
+            query: of ``queries``.
+            tiles: what other pools' programs left, its sums in the basis of this one.
         """
         lanes, plan, first, last = self.lanes, self.plan, self.first, self.last
-        if tiles is not None:
-            lanes.sync()  # the stages are free
-            begun = plan.stages - self.behind if self.behind else 0
-            self._fetch_first(begun, plan.stages)
-        queries = Queries(lanes, plan, self.refs, self.row, self.head, self.group, self.scale)
-        query = [queries.words(tile) for tile in range(self.tiles)]
-        if tiles is None:
-            zero = jnp.zeros(THREADS, jnp.float32)
-            tiles = ((zero + LOWEST, zero, (zero,) * (plan.v.dim // 8)),) * self.tiles
-        elif plan.rotated:
-            tiles = self._rotated(tiles)
-        ahead = len(self.pages)
-        page = self._page(first + ahead) if ahead < plan.share else None
+        # A stage is filled again a step after it was read, so that no warp waits for another.
+        ahead = plan.stages - 1
+        page = self._page(first + ahead) if plan.stages < plan.share else None
 
         def step(i, carry):
             page, tiles = carry
             if page is not None:
-                self._fetch(i - first + ahead, i + ahead, last, page)
+                self._fetch(i - first + ahead, i + ahead, page, i > first)
                 page = self._page(i + ahead + 1)
             slot, phase, full, free = self._slot(i - first)
             lanes.wait(self.ring, full, phase)
@@ -99,10 +107,10 @@ class Program:
 
         carry = jax.tree.map(lanes.register, (page, tiles))
         _, tiles = jax.lax.fori_loop(first, last, step, carry)
-        return self._rotated(tiles) if plan.rotated else tiles
+        return tiles
 
-    def _rotated(self, tiles):
-        """Sums turned into the pool's basis, or out of it, which is the same."""
+    def turned(self, tiles):
+        """Sums turned into the rotated basis, or out of it, which is the same."""
         norm = jnp.float32(self.plan.v.dim**-0.5)
 
         def turn(sums):
@@ -153,7 +161,7 @@ class Program:
         (page,) = self.lanes.load(table, (base + jnp.minimum(at, plan.width - 1)) * 4, 1)
         return jnp.where(at < plan.width, page, SCRATCH_PAGE)
 
-    def _fetch(self, number, step, last, page) -> None:
+    def _fetch(self, number, step, page, wanted=True) -> None:
         """Fetch a step, the program's ``number``-th, if it has so many."""
         plan = self.plan
         slot, phase, full, free = self._slot(number)
@@ -164,7 +172,9 @@ class Program:
             begin = self.warp % (WARPS // plan.pages) * part
             to = start + plan.at(name) + self.warp * part
             copies.append(Copy(self.refs[name], page, begin, part, to))
-        self.lanes.fetch(self.ring, copies, full, free, phase ^ 1, everywhere(step < last))
+        self.lanes.fetch(
+            self.ring, copies, full, free, phase ^ 1, everywhere((step < self.last) & wanted)
+        )
 
     def _step(self, stage, query, tiles):
         """Attend to the slots of a stage, which begins at a byte of the shared memory."""
@@ -217,7 +227,8 @@ class Program:
             most = jnp.float32(self.soft_cap * LOG2E)
             logit = number * factor if shift is None else number * factor + shift
             logit = jnp.tanh(logit * (1 / most)) * most + mark
-        return jnp.where(live, logit, NEG_INF)
+        # Keys of codes are finite, and the scale of a free slot is zero here: the mark is enough.
+        return logit if self.plan.k.coded else jnp.where(live, logit, NEG_INF)
 
     def _add(self, stage, logits, v_scale, tile):
         """The new top logit, the mass, and the weights as what stands on the right of values."""
@@ -308,13 +319,16 @@ class Program:
         ]
 
     def store(self, tiles) -> None:
-        """Put the four warps' sums together, and store them."""
+        """Put the four warps' sums together, out of the pool's basis, and store them.
+
+        Each warp takes a head of a tile, and each thread every 32nd channel of it.
+        """
         lanes, ring, dim = self.lanes, self.ring, self.plan.v.dim
         heads = self.tiles * HEADS
-        always = self.thread >= 0
         tops = self.start
         totals = tops + 4 * WARPS * heads
         outs = totals + 4 * WARPS * heads
+        always = self.thread >= 0
         lanes.sync()
         for tile, (top, total, sums) in enumerate(tiles):
             for distance in (4, 8, 16):
@@ -322,41 +336,43 @@ class Program:
             head = self.warp * heads + tile * HEADS + self.c
             lanes.store(ring, tops + 4 * head, top, self.r == 0)
             lanes.store(ring, totals + 4 * head, total, self.r == 0)
+            at = outs + 4 * (head * pitch(dim) + self.r)
             for index, number in enumerate(sums):
-                channel = 8 * index + self.r
-                lanes.store(ring, outs + 4 * (head * dim + channel), number, always)
+                lanes.store(ring, at, number, always, 32 * index)
         lanes.sync()
         _, kv_heads, count, _ = self.outs["top"].shape
         base = (self.row * kv_heads + self.head) * count + self.place[2]
-        for start in range(0, heads * dim, THREADS):
-            at = start + self.thread
-            head, channel = at // dim, at % dim
-            top, weights = self._tops(tops, head, heads)
-            out = functools.reduce(jnp.add, [
-                self._read(outs + 4 * ((warp * heads + head) * dim + channel)) * weight
-                for warp, weight in enumerate(weights)
-            ])  # fmt: skip
-            real = head < self.group
-            lanes.store(self.outs["out"], 4 * (base * self.group * dim + at), out, real)
-        head = jnp.minimum(self.thread, heads - 1)
-        top, weights = self._tops(tops, head, heads)
-        total = functools.reduce(jnp.add, [
-            self._read(totals + 4 * (warp * heads + head)) * weight
-            for warp, weight in enumerate(weights)
-        ])  # fmt: skip
-        real = self.thread < self.group
-        at = 4 * (base * self.group + head)
-        lanes.store(self.outs["top"], at, top, real)
-        lanes.store(self.outs["total"], at, total, real)
+        lane = self.thread & 31
+        for tile in range(self.tiles):
+            head = tile * HEADS + self.warp
 
-    def _tops(self, tops: int, head, heads: int):
-        """The top logit of a head, and what each warp's sums count for."""
-        each = [self._read(tops + 4 * (warp * heads + head)) for warp in range(WARPS)]
-        top = functools.reduce(jnp.maximum, each)
-        return top, [jnp.exp2(one - top) for one in each]
+            def each(at, size=1, offset=0, head=head):
+                at = at + 4 * head * size
+                found = [
+                    lanes.load(ring, at, 1, 4 * heads * warp * size + offset)
+                    for warp in range(WARPS)
+                ]
+                return [as_float(number) for (number,) in found]
 
-    def _read(self, at):
-        return as_float(self.lanes.load(self.ring, at, 1)[0])
+            parts = each(tops)
+            top = functools.reduce(jnp.maximum, parts)
+            weights = [jnp.exp2(part - top) for part in parts]
+
+            def total(parts, weights=weights):
+                pairs = zip(parts[1:], weights[1:], strict=True)
+                add = lambda sum_, pair: lanes.multiply_add(*pair, sum_)  # noqa: E731
+                return functools.reduce(add, pairs, parts[0] * weights[0])
+
+            real, at = head < self.group, base * self.group + head
+            lanes.store(self.outs["top"], 4 * at, top, real & (lane == 0))
+            lanes.store(self.outs["total"], 4 * at, total(each(totals)), real & (lane == 0))
+            out = [total(each(outs + 4 * lane, pitch(dim), 4 * n)) for n in range(0, dim, 32)]
+            if self.plan.rotated:
+                distances = [n for n in (1, 2, 4, 8, 16) if n < dim]
+                out = [x * jnp.float32(dim**-0.5) for x in rotated(lanes, out, distances)]
+            for n, number in enumerate(out):
+                there = real & (lane + 32 * n < dim)
+                lanes.store(self.outs["out"], 4 * (at * dim + lane), number, there, 128 * n)
 
 
 def _join(pair, side: Side):

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.hopper.lanes import THREADS
@@ -84,11 +83,15 @@ class Queries:
             largest = jnp.maximum(largest, self.lanes.exchange(largest, distance))
         largest = jnp.maximum(largest, TINY)
         inverse = TOP / largest
-        fixed = [as_bits(x * inverse + ROUND) for x in numbers]
         # The upper byte of a number whose lower one is signed, or the lower one.
-        fixed = [jnp.where(self._low, x, (x + 128) >> 8) & 255 for x in fixed]
-        fours = zip(*(fixed[n::4] for n in range(4)), strict=True)
-        return [a | b << 8 | c << 16 | d << 24 for a, b, c, d in fours], largest
+        fixed = [
+            as_bits(self.lanes.multiply_add(x, inverse, jnp.where(self._low, ROUND, ROUND + 128)))
+            for x in numbers
+        ]
+        byte = jnp.where(self._low, 0x40, 0x51)
+        twos = [self.lanes.pick(*pair, byte) for pair in zip(fixed[::2], fixed[1::2], strict=True)]
+        pairs = zip(twos[::2], twos[1::2], strict=True)
+        return [self.lanes.pick(*pair, everywhere(0x5410)) for pair in pairs], largest
 
     def _halves(self, numbers):
         """Words of two bfloat16 each: of the numbers, or of what those leave over."""
@@ -97,7 +100,7 @@ class Queries:
             high = rounded(x)
             halves.append(jnp.where(self._low, rounded(x - as_float(high)), high))
         pairs = zip(halves[::2], halves[1::2], strict=True)
-        return [jax.lax.shift_right_logical(a, jnp.int32(16)) | b for a, b in pairs]
+        return [self.lanes.pick(*pair, everywhere(0x7632)) for pair in pairs]
 
     @property
     def _low(self):
