@@ -142,12 +142,16 @@ def _shares(
         for program in programs:
             if program is programs[0] or program.behind:
                 program.begin()
-        # Of all pools, while the first pages come.
-        queries = [program.queries() for program in programs]
+        # While the first pages come, unless that takes too many registers.
+        queries = [
+            program.queries() if program.plan.k.coded or group <= HEADS else None
+            for program in programs
+        ]
         tiles, rotated = programs[0].nothing(), plans[0].rotated
         for program, query in zip(programs, queries, strict=True):
             if program is not programs[0]:
                 program.follow()
+            query = query or program.queries()
             if program.plan.rotated != rotated:
                 tiles, rotated = program.turned(tiles), not rotated
             tiles = program.attend(query, tiles)

@@ -301,9 +301,12 @@ def combine(parts, rotated, q, sinks):
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1) * LOG2E
         best = jnp.maximum(best, sink)
     total = 0.0 if sinks is None else jnp.exp2(sink - best)
+    # The only share's top is the best one. XLA then needs no launch to make the total first.
+    alone = sinks is None and len(parts) == 1 and parts[0]["top"].shape[2] == 1
     sums = {}
     for part, turned in zip(parts, rotated, strict=True):
-        weight = jnp.exp2(part["top"] - best[:, :, None])
+        top = part["top"]
+        weight = jnp.ones_like(top) if alone else jnp.exp2(top - best[:, :, None])
         total += (part["total"] * weight).sum(2)
         sums[turned] = sums.get(turned, 0.0) + (part["out"] * weight[..., None]).sum(2)
     out = sums.get(False, 0.0) + (unrotate(sums[True]) if True in sums else 0.0)

@@ -87,9 +87,9 @@ def _four(byte: int) -> int:
 def pitch(dim: int) -> int:
     """Numbers from one head's sums to the next one's, where four warps' are put together.
 
-    Threads of neighbouring heads then store to banks of their own.
+    As many as threads read, and then some: those of neighbouring heads store to other banks.
     """
-    return dim + 8
+    return -(-dim // 32) * 32 + 8
 
 
 def _chunk(width: int) -> int:

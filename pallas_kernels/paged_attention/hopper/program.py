@@ -55,21 +55,21 @@ class Program:
             steps = pl.cdiv(used - lanes.uniform(self.warp), plan.pages)
         self.first = part * share
         self.last = jnp.minimum(self.first + share, steps)
-        self.pages = [self._page(self.first + number) for number in range(plan.stages)]
 
     def begin(self) -> None:
         """Fetch what no other pool's pages are in the way of: for the first pool, and for one that
         is behind it."""
-        self._fetch_first(0, self.plan.stages - self.behind)
-
-    def _fetch_first(self, start: int, stop: int) -> None:
-        for number, page in list(enumerate(self.pages))[start:stop]:
-            self._fetch(number, self.first + number, page)
+        for number in range(self.plan.stages - self.behind):
+            self._fetch(number, self.first + number, self._page(self.first + number))
 
     def follow(self) -> None:
         """Fetch the other first pages, once all warps have read those of the pool before."""
+        begun = self.plan.stages - self.behind if self.behind else 0
+        numbers = range(begun, self.plan.stages)
+        pages = [self._page(self.first + number) for number in numbers]
         self.lanes.sync()
-        self._fetch_first(self.plan.stages - self.behind if self.behind else 0, self.plan.stages)
+        for number, page in zip(numbers, pages, strict=True):
+            self._fetch(number, self.first + number, page)
 
     def queries(self) -> list:
         """What ``Queries.words`` says of each tile of heads."""
