@@ -73,8 +73,8 @@ class Program:
 
     def queries(self) -> list:
         """What ``Queries.words`` says of each tile of heads."""
-        where = self.lanes, self.plan, self.refs, self.row, self.head, self.group, self.scale
-        queries = Queries(*where)
+        place = self.row, self.head, self.group
+        queries = Queries(self.lanes, self.plan, self.refs, *place, self.scale)
         return [queries.words(tile) for tile in range(self.tiles)]
 
     def nothing(self) -> tuple:
@@ -162,7 +162,7 @@ class Program:
         return jnp.where(at < plan.width, page, SCRATCH_PAGE)
 
     def _fetch(self, number, step, page, wanted=True) -> None:
-        """Fetch a step, the program's ``number``-th, if it has so many."""
+        """Fetch a step, the program's ``number``-th, if it is wanted and there are so many."""
         plan = self.plan
         slot, phase, full, free = self._slot(number)
         start = self.start + slot * plan.stage
@@ -172,9 +172,8 @@ class Program:
             begin = self.warp % (WARPS // plan.pages) * part
             to = start + plan.at(name) + self.warp * part
             copies.append(Copy(self.refs[name], page, begin, part, to))
-        self.lanes.fetch(
-            self.ring, copies, full, free, phase ^ 1, everywhere((step < self.last) & wanted)
-        )
+        ready = everywhere((step < self.last) & wanted)
+        self.lanes.fetch(self.ring, copies, full, free, phase ^ 1, ready)
 
     def _step(self, stage, query, tiles):
         """Attend to the slots of a stage, which begins at a byte of the shared memory."""
@@ -345,34 +344,35 @@ class Program:
         lane = self.thread & 31
         for tile in range(self.tiles):
             head = tile * HEADS + self.warp
-
-            def each(at, size=1, offset=0, head=head):
-                at = at + 4 * head * size
-                found = [
-                    lanes.load(ring, at, 1, 4 * heads * warp * size + offset)
-                    for warp in range(WARPS)
-                ]
-                return [as_float(number) for (number,) in found]
-
-            parts = each(tops)
-            top = functools.reduce(jnp.maximum, parts)
-            weights = [jnp.exp2(part - top) for part in parts]
-
-            def total(parts, weights=weights):
-                pairs = zip(parts[1:], weights[1:], strict=True)
-                add = lambda sum_, pair: lanes.multiply_add(*pair, sum_)  # noqa: E731
-                return functools.reduce(add, pairs, parts[0] * weights[0])
-
-            real, at = head < self.group, base * self.group + head
-            lanes.store(self.outs["top"], 4 * at, top, real & (lane == 0))
-            lanes.store(self.outs["total"], 4 * at, total(each(totals)), real & (lane == 0))
-            out = [total(each(outs + 4 * lane, pitch(dim), 4 * n)) for n in range(0, dim, 32)]
+            each = self._of_warps(tops + 4 * head, 4 * heads)
+            top = functools.reduce(jnp.maximum, each)
+            weights = [jnp.exp2(one - top) for one in each]
+            total = self._weighted(weights, self._of_warps(totals + 4 * head, 4 * heads))
+            at, apart = outs + 4 * (head * pitch(dim) + lane), 4 * heads * pitch(dim)
+            out = [
+                self._weighted(weights, self._of_warps(at + 4 * n, apart))
+                for n in range(0, dim, 32)
+            ]
             if self.plan.rotated:
                 distances = [n for n in (1, 2, 4, 8, 16) if n < dim]
                 out = [x * jnp.float32(dim**-0.5) for x in rotated(lanes, out, distances)]
+            real, at = head < self.group, base * self.group + head
+            lanes.store(self.outs["top"], 4 * at, top, real & (lane == 0))
+            lanes.store(self.outs["total"], 4 * at, total, real & (lane == 0))
             for n, number in enumerate(out):
                 there = real & (lane + 32 * n < dim)
                 lanes.store(self.outs["out"], 4 * (at * dim + lane), number, there, 128 * n)
+
+    def _of_warps(self, at, apart: int):
+        """Four numbers that lie so many bytes apart, one of each warp."""
+        found = [self.lanes.load(self.ring, at, 1, warp * apart) for warp in range(WARPS)]
+        return [as_float(number) for (number,) in found]
+
+    def _weighted(self, weights, numbers):
+        found = jnp.zeros(THREADS, jnp.float32)
+        for pair in zip(weights, numbers, strict=True):
+            found = self.lanes.multiply_add(*pair, found)
+        return found
 
 
 def _join(pair, side: Side):
