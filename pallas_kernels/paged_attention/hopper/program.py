@@ -203,9 +203,7 @@ class Program:
             q_pos = lanes.load(self.refs["q_pos"], everywhere(self.row * 4), 1)[0]
             near = [q_pos - self._word("pos", stage, mine, slot) < self.window for slot in slots]
             live = [a & b for a, b in zip(live, near, strict=True)]
-        mark = [
-            jnp.where(on, x * jnp.float32(LOG2E), NEG_INF) for on, x in zip(live, bias, strict=True)
-        ]
+        mark = [x * jnp.float32(LOG2E) for x in bias]
         k_scale, v_scale = (self._scales(name, stage, mine, slots, live) for name in "kv")
         done = []
         for tile in range(self.tiles):
@@ -226,8 +224,9 @@ class Program:
             most = jnp.float32(self.soft_cap * LOG2E)
             logit = number * factor if shift is None else number * factor + shift
             logit = jnp.tanh(logit * (1 / most)) * most + mark
-        # Keys of codes are finite, and the scale of a free slot is zero here: the mark is enough.
-        return logit if self.plan.k.coded else jnp.where(live, logit, NEG_INF)
+        # Codes are finite, and the scale of a free slot is zero here: its mark is enough.
+        marked = self.plan.k.coded and self.window is None
+        return logit if marked else jnp.where(live, logit, NEG_INF)
 
     def _add(self, stage, logits, v_scale, tile):
         """The new top logit, the mass, and the weights as what stands on the right of values."""
