@@ -20,7 +20,7 @@ from kvjax.thoughts.retention import Retention, survivals
 from kvjax.thoughts.sparsity import NEGLIGIBLE
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels.einsum import einsum_float32
-from pallas_kernels.read import plain_keys, plain_slot_keys
+from pallas_kernels.read import coded_keys, coded_queries, plain_slot_keys
 
 
 def last_sparsity(
@@ -45,11 +45,15 @@ def last_sparsity(
     rows, count, heads, dim = layer.queries.shape
     last = jnp.maximum(length - 1, 0) % count
     q = jnp.take_along_axis(layer.queries, last[:, None, None, None], 1)[:, 0]
+    q = q.astype(jnp.float32)
     logits, pos = [], []
     for c in range(len(layer.pools)):
-        k, bias, at = _keys_of(layer, c, config)
-        grouped = q.astype(jnp.float32).reshape(rows, k.shape[1], heads // k.shape[1], dim)
-        dots = einsum_float32("bhgd,bhsd->bhgs", grouped, k).max(2) * scale
+        turned, offset, k, bias, at = _asked_keys(layer, c, q, config)
+        grouped = rows, k.shape[1], heads // k.shape[1]
+        dots = einsum_float32("bhgd,bhsd->bhgs", turned.reshape(*grouped, dim), k)
+        if offset is not None:
+            dots += offset.reshape(*grouped, 1)
+        dots = dots.max(2) * scale
         live = (bias > -jnp.inf) & (at >= 0)
         logits.append(jnp.where(live, dots + bias, -jnp.inf))
         pos.append(jnp.where(live, at, jnp.iinfo(jnp.int32).max))
@@ -60,15 +64,19 @@ def last_sparsity(
     return _share_below(weight.reshape(rows, -1), where.reshape(rows, -1), length, corrected)
 
 
-def _keys_of(layer: LayerCache, c: int, config: ModelConfig | None):
-    """Float32 keys of a class [B, Hkv, S, D], and biases and positions of its slots."""
+def _asked_keys(
+    layer: LayerCache, c: int, q: Float[Array, "B Hq D"], config: ModelConfig | None
+):
+    """Queries in the basis of a class and what their products lack, its float32 keys
+    [B, Hkv, S, D], and biases and positions of its slots."""
     if layer.spectra is not None:
         k, at = held_keys(layer, c, config)
         at = jnp.broadcast_to(at[:, None], k.shape[:3])
-        return k, jnp.zeros(at.shape, jnp.float32), at
+        return q, None, k, jnp.zeros(at.shape, jnp.float32), at
     pool, table = layer.pools[c], layer.tables[c]
-    k = plain_keys(pool, table, jnp.float32).reshape(*table.shape[:2], -1, layer.queries.shape[3])
-    return k, pool.bias[table].reshape(k.shape[:3]), pool.pos[table].reshape(k.shape[:3])
+    k = coded_keys(pool, table, jnp.float32).reshape(*table.shape[:2], -1, q.shape[2])
+    bias, pos = (x[table].reshape(k.shape[:3]) for x in (pool.bias, pool.pos))
+    return *coded_queries(pool, q), k, bias, pos
 
 
 def _share_below(

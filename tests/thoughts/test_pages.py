@@ -126,6 +126,18 @@ def test_sparsity_is_the_paper_s(corrected, missing):
         assert len(set(found.tolist())) == ROWS and (found < 1).all() and found.max() > 0.2
 
 
+def test_keys_that_are_stored_without_their_mean_and_balanced():
+    layer, q, _ = drawn(0)
+    rng = np.random.default_rng(4)
+    mean = rng.standard_normal((HEADS, DIM)).astype(np.float32)
+    balance = rng.uniform(0.5, 2, (HEADS, DIM)).astype(np.float32)
+    pools = [
+        dataclasses.replace(pool, mean=jnp.asarray(mean), balance=jnp.asarray(balance))
+        for pool in layer.pools[1:]
+    ]
+    check(dataclasses.replace(layer, pools=(layer.pools[0], *pools)), q, True)
+
+
 def test_evicted_tokens_count_as_hardly_attended_if_at_all():
     layer, q, _ = drawn(0)
     both = [check(layer, q, corrected) for corrected in (True, False)]
