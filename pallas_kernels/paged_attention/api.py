@@ -9,11 +9,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.layout import KVPages
+from pallas_kernels.paged_attention.hopper import plan
 from pallas_kernels.paged_attention.mosaic import other_device, paged_attention_mosaic
 from pallas_kernels.paged_attention.triton import paged_attention_triton, unsupported
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 Implementation = Literal["mosaic", "triton", "xla"]
+LARGE = 256 * 2**20
+"""Bytes of keys and values in codes that tables can name, from which Mosaic's kernel is faster: its
+launches are not part of command buffers, and a few microseconds longer for that."""
 
 
 def paged_attention(
@@ -47,7 +51,8 @@ def paged_attention(
         with_mass: also return the attention that every slot received.
         implementation: a backend by name, which fails loudly where it cannot run: "mosaic" on
             GPUs of compute capability 9.0, "triton" from 8.0 on, "xla" anywhere. ``None`` takes
-            "triton" on NVIDIA GPUs where it can run, and "xla" otherwise.
+            on NVIDIA GPUs "mosaic" for `LARGE` pools of codes and else "triton", where those can
+            run, and "xla" otherwise.
 
     Returns:
         The float32 output, zero for a row without live slots, and the float32 log-sum-exp of its
@@ -80,9 +85,21 @@ def paged_attention(
     if implementation not in (None, "xla"):
         names = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
-    if implementation == "xla" or unsupported(*arguments[:3]):
+    fastest = triton
+    if implementation is None and not with_mass and _suits_mosaic(*arguments[:3]):
+        fastest = backend(paged_attention_mosaic)
+    elif implementation == "xla" or unsupported(*arguments[:3]):
         return xla(*arguments)
-    return jax.lax.platform_dependent(*arguments, cuda=triton, default=xla)
+    return jax.lax.platform_dependent(*arguments, cuda=fastest, default=xla)
+
+
+def _suits_mosaic(queries, pools, tables) -> bool:
+    coded = sum(
+        table.size * (pages.k.nbytes + pages.v.nbytes) // len(pages.k)
+        for pages, table in zip(pools, tables, strict=True)
+        if not pages.plain
+    )
+    return coded >= LARGE and not (other_device() or plan.unsupported(queries, pools, tables))
 
 
 def missing_device(implementation: Implementation | None) -> str | None:

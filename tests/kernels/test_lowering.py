@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import KVPages, latent_attention, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.latent_attention.layout import Basis, Rotary
+from pallas_kernels.paged_attention.api import LARGE
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
 GPUS = ["NVIDIA A100", "NVIDIA H200"]
@@ -132,6 +133,25 @@ def test_paged_attention_by_mosaic():
     for gpu in ("NVIDIA A100", "NVIDIA B200"):
         with pytest.raises(NotImplementedError, match=rf"compute capability 9\.0 .* got {gpu}"):
             attention(gpu, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "fmt", "mass", "mosaic"),
+    [
+        ("NVIDIA H200", 256, "int4", False, True),
+        ("NVIDIA H200", 255, "int4", False, False),
+        ("NVIDIA H200", 256, "int4", True, False),
+        ("NVIDIA H200", 256, "fp8", False, False),
+        ("NVIDIA H200", 256, "float", False, False),
+        ("NVIDIA A100", 256, "int4", False, False),
+    ],
+)
+def test_large_pools_of_codes_go_to_mosaic_where_it_runs(gpu, rows, fmt, mass, mosaic):
+    assert LARGE == 256 * 2 * 64 * 8192  # rows, heads, pages, bytes of a page of int4
+    attend = functools.partial(paged_attention, scale=0.1, with_mass=mass)
+    pools, table = [pool(128, 64, jnp.bfloat16, (fmt, fmt))], shape(rows, 2, 64, dtype=jnp.int32)
+    text = lower(gpu, attend, shape(rows, 8, 128), pools, [table])
+    assert ("custom_call @mosaic_gpu" in text) == mosaic == (KERNEL not in text)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
