@@ -49,7 +49,13 @@ from kvjax.recipes import Recipe
 
 
 def parts(every: int, once: bool) -> Iterator[tuple[str, Recipe]]:
-    """What is changed, and the recipe; budgets are set later."""
+    """What is changed, and the recipe, with the prompt kept too; budgets are set later."""
+    for name, recipe in _parts(every, once):
+        yield name, recipe
+        yield f"{name}, prompt kept", dataclasses.replace(recipe, protect_prompt=True)
+
+
+def _parts(every: int, once: bool) -> Iterator[tuple[str, Recipe]]:
     common = {"every": every, "once": once, "codec": "bf16"}
     faithful = AttentionMatching(mode="faithful")
     scalar = AttentionMatching(fit_bias="scalar", fit_values=False)
@@ -59,7 +65,6 @@ def parts(every: int, once: bool) -> Iterator[tuple[str, Recipe]]:
 
     yield "recency", recipes.streaming(**common)
     yield "random", recipes.random(**common)
-    yield "random, prompt kept", recipes.random(**common, protect_prompt=True)
     yield "random keys, fitted", recipes.tam(**common, selector=Random())
     yield "eviction", recipes.pam(**common, compactor=None)
     yield "eviction by quotas", recipes.tam(**common, compactor=None)
@@ -70,7 +75,6 @@ def parts(every: int, once: bool) -> Iterator[tuple[str, Recipe]]:
     yield "PAM, faithful", recipes.pam(**common, compactor=faithful)
     yield "TAM", recipes.tam(**common)
     yield "TAM, faithful", recipes.tam(**common, compactor=faithful)
-    yield "TAM, prompt kept", recipes.tam(**common, protect_prompt=True)
     yield "TAM without pivotal tokens", recipes.tam(**common, selector=quotas(pivotal=math.inf))
     yield "TAM without quotas", recipes.tam(**common, selector=quotas(quota="none"))
     yield "TAM, quotas by size", recipes.tam(**common, selector=quotas(quota="size"))
