@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.selectors.random import draws
 from kvjax.errors import UsageError
 from kvjax.sharding.across import gathered, numbers
-from kvjax.thoughts.kmeans import cluster_centers
+from pallas_kernels import cluster_centers
 
 Chooser = Literal["kmeans", "strided", "random", "attention"]
 

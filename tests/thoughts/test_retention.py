@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.errors import UsageError
 from kvjax.thoughts import Retention, retention
-from kvjax.thoughts.kmeans import cluster_centers
+from pallas_kernels import cluster_centers
 from tests.thoughts import kept
 
 SCHEDULE = (64, 32, 16, 8, 4)

@@ -1,4 +1,4 @@
-"""K-means over the keys of a segment, many of them at a time."""
+"""``cluster_centers`` in XLA, on any device; also the op's contract."""
 
 import functools
 
@@ -14,24 +14,10 @@ NOTHING = 1e-10
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
 
 
-def cluster_centers(
+def cluster_centers_xla(
     keys: Float[Array, "B H T D"], start: Int[Array, " K"], iterations: int
 ) -> tuple[Bool[Array, "B H T"], Float32[Array, "B H T"]]:
-    """Cluster tokens; returns which is the nearest of its cluster's to the center.
-
-    Lloyd's algorithm with squared distances, in float32, but that GPUs round what they multiply to
-    TF32, which has more bits than keys. A cluster that loses all its members keeps its center. Of
-    tokens equally near the earlier counts.
-
-    Args:
-        keys: of the tokens.
-        start: indices of the tokens that are the first centers.
-        iterations: rounds of assigning tokens and moving centers.
-
-    Returns:
-        True at one token of every cluster that has any, and each token's squared distance to the
-        center of its cluster.
-    """
+    """See ``pallas_kernels.cluster_centers``; GPUs round what they multiply to TF32."""
     x = keys.astype(jnp.float32)
     clusters = len(start)
     if not clusters:

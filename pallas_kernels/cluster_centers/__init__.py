@@ -1,0 +1,1 @@
+"""K-means over the keys of a segment."""
