@@ -19,7 +19,6 @@ from pallas_kernels.layout import beyond_offsets
 _TOKENS, _CLUSTERS, _NUMBERS = 128, 64, 128 * 128
 """The most that a program takes: tokens, clusters, and channels of all tokens together."""
 _LEAST = 16  # rows and columns of a product
-_WARPS = 8
 
 
 def unsupported(keys: Array, start: Array) -> str | None:
@@ -41,13 +40,15 @@ def cluster_centers_triton(
     start: Int[Array, " K"],
     iterations: int,
     *,
-    num_warps: int = _WARPS,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Bool[Array, "B H T"], Float32[Array, "B H T"]]:
     """See ``pallas_kernels.cluster_centers``.
 
-    To find the nearest center, keys and centers are rounded to TF32. All else is as exact as
-    float32.
+    To find the nearest center, keys and centers have 16 bits. All else is as exact as float32.
+
+    Args:
+        num_warps: of a program; None for eight where tokens are more than 64, and else four.
 
     Raises:
         NotImplementedError: the shapes are not for this kernel.
@@ -65,7 +66,7 @@ def cluster_centers_triton(
         out_shape=[
             jax.ShapeDtypeStruct((rows, heads, tokens), dtype) for dtype in (jnp.bool, jnp.float32)
         ],
-        compiler_params=plt.CompilerParams(num_warps=num_warps),
+        compiler_params=plt.CompilerParams(num_warps=num_warps or (8 if tokens > 64 else 4)),
         interpret=interpret,
         name="cluster_centers",
     )(keys, start)
