@@ -42,6 +42,32 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
+A100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 167936
+  threads_per_core_limit: 2048
+  core_count: 108
+  fpus_per_core: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 2039000000000
+  l2_cache_size: 41943040
+  clock_rate_ghz: 1.41
+  device_memory_size: 85000000000
+  shared_memory_per_block_optin: 166912
+  cuda_compute_capability { major: 8 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA A100"
+"""
 
 
 # Thunks that only hold or order others.
@@ -74,16 +100,16 @@ class Program:
 
 
 class H200:
-    """Compiles for one, or for several of a host; slow to make, so made once.
+    """Compiles for one, or for several of a host, or another target; slow to make, so made once.
 
     Attributes:
         dump: a folder for XLA's dumps.
         mesh: of an axis "x" for one, of an axis "tp" for several.
     """
 
-    def __init__(self, dump: pathlib.Path, devices: int = 1):
+    def __init__(self, dump: pathlib.Path, devices: int = 1, target: str = TARGET):
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=TARGET, topology=f"1x{devices}x1"
+            platform="cuda", target_config=target, topology=f"1x{devices}x1"
         )
         self.dump = dump
         self.mesh = Mesh(np.array(topology.devices), ("x" if devices == 1 else AXIS,))

@@ -1,12 +1,13 @@
 """The kernels by themselves, compiled for an H200: one launch each, and nothing beside it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import KVPages, latent_attention, paged_attention, write_slots
+from pallas_kernels import KVPages, cluster_centers, latent_attention, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.uniform import encode_uniform
@@ -169,3 +170,17 @@ def test_latent_attention(h200, fmt, dim, blocks):
         assert sum(launched.startswith(name) for launched in names) == 1, names
     keys = ROWS * 4096 * width * 4
     assert program.temporary < keys // 2
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens", "clusters"), [(128, 128, 64), (128, 64, 32), (64, 128, 64), (128, 8, 4)]
+)
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_cluster_centers(request, gpu, dim, tokens, clusters):
+    """Segments of 128 tokens leave little of an A100's shared memory."""
+    cluster = functools.partial(cluster_centers, iterations=4)
+    keys = array(ROWS, HEADS, tokens, dim, dtype=jnp.float32)
+    gpu = request.getfixturevalue(gpu)
+    program = gpu.compile(jax.jit(cluster), keys, array(clusters, dtype=jnp.int32))
+    assert [launch.name for launch in program.launches] == ["cluster_centers"]
+    assert program.temporary == 0

@@ -1,4 +1,4 @@
-"""Both ops as a GPU runs them. `make venv`, `.venv/bin/pip install -e .[cuda]`, then
+"""The ops as a GPU runs them. `make venv`, `.venv/bin/pip install -e .[cuda]`, then
 `.venv/bin/python -m pytest -m gpu tests/gpu`. docs/kernels.md says how to run it under
 compute-sanitizer, and ``trial`` how to see first that no case hangs."""
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.eval.bench_kernels import FORMATS, SHAPES, StoreShape, random_pool, store_arguments
-from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
+from pallas_kernels import SCRATCH_PAGE, KVPages, cluster_centers, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE, middle
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.hopper.plan import unsupported
@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.rotation import rotate, rotation, unrotate
 from tests.kernels import cases, coded
 from tests.kernels.cases import Case
+from tests.kernels.segments import compare, keys_of, start_of
 from tests.kernels.stores import SHAPES as STORES
 from tests.kernels.stores import bits, oracle, pointers, problem
 
@@ -33,6 +34,8 @@ COVERING = cases.covering(head_dim=(64, 96, 128, 256), page=(16, 32, 64, 128))
 CODED = [("int8", 64, 17), ("int4", 128, 16), ("int2", 256, 15), ("fp8", 128, 1),
          ("k4v2", 128, 33), ("k16v4", 64, 16), ("bf16", 96, 5)]  # fmt: skip
 BENCHMARK = [*((name, SHAPES[0]) for name in FORMATS), ("int4", SHAPES[1])]
+SEGMENTS = [(128, 128), (64, 64)]
+"""Tokens and channels."""
 RUNS = 10
 
 
@@ -54,7 +57,7 @@ def skip_others_of_mosaic(implementation, q, pools, tables):
 
 
 def test_at_most_60_configurations():
-    assert len(COVERING) + len(BENCHMARK) + len(STORES) + len(CODED) <= 60
+    assert len(COVERING) + len(BENCHMARK) + len(STORES) + len(CODED) + len(SEGMENTS) <= 60
 
 
 @pytest.mark.parametrize("implementation", get_args(Implementation))
@@ -197,6 +200,32 @@ def test_write_slots_of_the_benchmark(name):
         stored.append(store(copy, **arguments))
         assert pointers(stored[-1]) == where
     coded.check(*stored, {"pool": pool, **arguments})
+
+
+@pytest.mark.parametrize(("tokens", "dim"), SEGMENTS)
+def test_cluster_centers(tokens, dim):
+    """At every level of a segment: the oracle's tokens where clusters are clear, and as near to
+    their centers as XLA's where they are not; NaN in one row stays there, ten times the same."""
+    size, rounds, broken = (8, 8), 4, 3
+    real = np.arange(size[0]) != broken
+    while (count := tokens // 2) >= 4:
+        start = start_of(tokens, count)
+        triton, xla = (
+            jax.jit(functools.partial(cluster_centers, iterations=rounds, implementation=by))
+            for by in ("triton", "xla")
+        )
+        for kind in ("clustered", "equal"):
+            keys = keys_of(kind, tokens, count, dim, size=size)
+            found = triton(jnp.asarray(keys).at[broken].set(jnp.nan), start)
+            found = [np.asarray(part)[real] for part in found]
+            assert compare(found, keys[real], count, rounds, 1e-3) == found[0][..., 0].size
+        keys = jnp.asarray(keys_of("random", tokens, count, dim, size=size))
+        near, apart = triton(keys, start)
+        assert abs(apart.sum() / xla(keys, start)[1].sum() - 1) < 0.01
+        assert (near.sum(-1) > 0).all() and (near.sum(-1) <= count).all()
+        runs = [jax.device_get(triton(keys, start)) for _ in range(RUNS)]
+        assert len({(near.tobytes(), apart.tobytes()) for near, apart in runs}) == 1
+        tokens = count
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,8 +21,16 @@ BACKENDS = {
 }
 SHORT = 16, 8, 16
 """Tokens, clusters and channels."""
-SHAPES = [SHORT, (128, 64, 128), (40, 31, 16)]
-MORE = [(8, 4, 16), (128, 4, 16), (64, 32, 64), (32, 16, 128), (64, 4, 128), (128, 64, 16)]
+SHAPES = [SHORT, (128, 64, 128), (40, 13, 16)]
+MORE = [
+    (8, 4, 16),
+    (128, 4, 16),
+    (64, 32, 64),
+    (32, 16, 128),
+    (64, 4, 128),
+    (128, 64, 16),
+    (40, 31, 16),
+]
 WIDE = len(KINDS) * ROWS, HEADS
 ROUNDS = 4
 MARGIN = 1e-3
@@ -80,6 +88,16 @@ def test_of_two_tokens_alone_the_earlier_counts(backend):
     keys[:, :, 1::2] = keys[:, :, ::2] + 0.3 * keys_of("random", count, count, dim, size=WIDE)
     near, _ = cluster(backend, keys, count)
     assert near[..., ::2].all() and not near[..., 1::2].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounding_is_no_distance(backend):
+    """Seven and nine equal keys, whose mean is not always as many bits as they have."""
+    tokens, count, dim = SHORT
+    two = keys_of("random", 2, count, dim, size=WIDE)
+    near, apart = cluster(backend, two[:, :, (np.arange(tokens) >= 7).astype(int)], count)
+    assert not apart.any()
+    assert (near == np.isin(np.arange(tokens), [0, 7])).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

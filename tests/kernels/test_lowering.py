@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import KVPages, latent_attention, paged_attention, write_slots
+from pallas_kernels import KVPages, cluster_centers, latent_attention, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.paged_attention.api import LARGE
@@ -230,3 +230,25 @@ def storing(gpu, pages: KVPages, dtype, dim: int, tokens: int) -> str:
     heads = shape(3, 2, tokens, dim, dtype=dtype)
     positions = shape(3, tokens, dtype=jnp.int32)
     return lower(gpu, write_slots, pages, places, places, heads, heads, positions)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tokens", "clusters"),
+    [(jnp.float32, 128, 128, 64), (jnp.bfloat16, 64, 40, 31), (jnp.float32, 16, 8, 4)],
+)
+def test_cluster_centers(gpu, dtype, dim, tokens, clusters):
+    text = clustering(gpu, dtype, dim, tokens, clusters)
+    assert text.count(KERNEL) == 1 and "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_cluster_centers_that_the_kernel_cannot_do(gpu):
+    text = clustering(gpu, jnp.float32, 96, 16, 4)
+    assert KERNEL not in text and "stablehlo.dot_general" in text
+
+
+def clustering(gpu, dtype, dim: int, tokens: int, clusters: int) -> str:
+    cluster = functools.partial(cluster_centers, iterations=4)
+    start = shape(clusters, dtype=jnp.int32)
+    return lower(gpu, cluster, shape(3, 2, tokens, dim, dtype=dtype), start)
