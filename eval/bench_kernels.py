@@ -1,4 +1,5 @@
-"""Milliseconds of one call of ``paged_attention`` and of ``write_slots``, for formats of the cache.
+"""Milliseconds of one call of ``paged_attention`` and of ``write_slots``, for formats of the cache,
+and of the K-means of a segment.
 
     python -m kvjax.eval.bench_kernels --out eval/results/kernels_h200.json
 
@@ -10,12 +11,15 @@ among them where the plain ``python3`` has it.
 
 A call of ``write_slots`` takes the tokens that leave the recent window of every row at a time: in
 one launch, into neighbouring slots or any, and in XLA's way.
+
+K-means is ``cluster_centers`` for every demotion of a segment of 128 tokens, in both ways.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -29,7 +33,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.eval.record import run_record, write_json
-from pallas_kernels import SCRATCH_PAGE, KVPages, paged_attention, write_slots
+from kvjax.thoughts.retention import Retention, evenly
+from pallas_kernels import SCRATCH_PAGE, KVPages, cluster_centers, paged_attention, write_slots
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.write_slots.triton import write_slots_triton
@@ -206,6 +211,26 @@ def storing(name: str, shape: StoreShape, repeats: int, store) -> dict:
     }
 
 
+def clustering(rows: int, tokens: int, repeats: int, implementation: str) -> dict:
+    """The tokens that stay of a segment at each demotion; here the first of its keys."""
+    how = Retention()
+    sizes = how.sizes(tokens)
+    keys = jax.random.normal(jax.random.key(0), (rows, KV_HEADS, tokens, DIM))
+
+    def step(_, zero, keys):
+        for before, count in itertools.pairwise(sizes):
+            # Nothing of a call may be found to be the same in all of them.
+            start = zero + evenly(before, count)
+            near, apart = cluster_centers(
+                keys[:, :, :before], start, how.iterations, implementation=implementation
+            )
+            zero = (jnp.where(near, apart, 0).sum() < 0).astype(jnp.int32)
+        return zero
+
+    found = measure(step, repeats, jnp.int32(0), keys)
+    return {"bytes": keys.nbytes // tokens * sum(sizes[:-1]), **found}
+
+
 def contiguous(implementation: str, rows: int, tokens: int, repeats: int) -> dict:
     """``jax.nn.dot_product_attention`` over keys and values that lie in order."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -326,6 +351,11 @@ def main() -> None:
             shape = StoreShape(scattered=scattered)
             run = functools.partial(storing, name, shape, args.repeats, store)
             note(f"write_slots {name}, {what}", shape.rows, shape.tokens, run)
+
+    for by in ("triton", "xla"):
+        segment = SHAPES[1][0], 128
+        run = functools.partial(clustering, *segment, args.repeats, by)
+        note(f"cluster_centers {by}", *segment, run)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from pallas_kernels.layout import beyond_offsets
 
 _TOKENS, _CLUSTERS, _NUMBERS = 128, 64, 128 * 128
 """The most that a program takes: tokens, clusters, and channels of all tokens together."""
+_SMALL = 64 * 128  # numbers that take no more of a GPU's shared memory than all have
+_LITTLE_MEMORY = ("8.6", "8.9", "12.0", "12.1")  # compute capabilities with 100 KB a program
 _LEAST = 16  # rows and columns of a product
 
 
@@ -32,7 +34,18 @@ def unsupported(keys: Array, start: Array) -> str | None:
         return f"the head size must be a power of two and at least {_LEAST}, got {dim}"
     if _tile(tokens) * dim > _NUMBERS:
         return f"{tokens} tokens of {dim} channels are more than {_NUMBERS} numbers"
+    if _tile(tokens) * dim > _SMALL and (device := _little_memory()):
+        return f"{tokens} tokens of {dim} channels need more shared memory than {device} has"
     return beyond_offsets(keys)
+
+
+def _little_memory() -> str | None:
+    """The device that has too little for all that the kernel takes elsewhere, if it is one."""
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        return None  # compiled for a device that need not be there, as those that have enough
+    device = jax.local_devices()[0]
+    little = getattr(device, "compute_capability", None) in _LITTLE_MEMORY
+    return device.device_kind if little else None
 
 
 def cluster_centers_triton(

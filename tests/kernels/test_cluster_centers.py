@@ -1,6 +1,7 @@
 """K-means of every implementation against a plain loop in float64, and what it refuses."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,17 @@ def test_what_the_kernel_cannot_do_is_xlas(unchecked, shape, count, reason):
         return
     with pytest.raises(NotImplementedError, match=f"triton cluster_centers: .*{reason}"):
         jax.eval_shape(functools.partial(call, implementation="triton"), keys, start)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [("8.0", True), ("8.9", False), ("9.0", True)])
+def test_gpus_with_little_shared_memory_take_xlas_way(unchecked, monkeypatch, capability, fits):
+    gpu = types.SimpleNamespace(compute_capability=capability, device_kind="NVIDIA L4")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    start = jax.ShapeDtypeStruct((4,), jnp.int32)
+    small, large = (jax.ShapeDtypeStruct((2, 2, n, 128), jnp.float32) for n in (64, 128))
+    assert unsupported(small, start) is None
+    assert (unsupported(large, start) is None) == fits
+    assert fits or "than NVIDIA L4 has" in unsupported(large, start)
 
 
 @pytest.mark.parametrize(
