@@ -134,6 +134,8 @@ def test_maintenance(h200, name, selects):
     # Slots that share scales are coded and stored by XLA.
     stores = [name for name in launches if name.startswith("write_slots")]
     assert len(stores) == sum(pool.uniform for pool in layer.pools[1:])
+    levels = recipe.retention.schedule if selects and recipe.retention else ()
+    assert sum(name.startswith("cluster_centers") for name in launches) == len(levels)
     assert program.aliased >= sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.pools, layer.tables))
     )
