@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import os
 import pathlib
@@ -212,23 +211,26 @@ def storing(name: str, shape: StoreShape, repeats: int, store) -> dict:
 
 
 def clustering(rows: int, tokens: int, repeats: int, implementation: str) -> dict:
-    """The tokens that stay of a segment at each demotion; here the first of its keys."""
+    """The tokens that stay of a segment at each demotion; here each has keys of its own."""
     how = Retention()
     sizes = how.sizes(tokens)
-    keys = jax.random.normal(jax.random.key(0), (rows, KV_HEADS, tokens, DIM))
+    levels = [
+        jax.random.normal(jax.random.key(before), (rows, KV_HEADS, before, DIM))
+        for before in sizes[:-1]
+    ]
 
-    def step(_, zero, keys):
-        for before, count in itertools.pairwise(sizes):
+    def step(_, zero, *levels):
+        for keys, count in zip(levels, sizes[1:], strict=True):
             # Nothing of a call may be found to be the same in all of them.
-            start = zero + evenly(before, count)
+            start = zero + evenly(keys.shape[2], count)
             near, apart = cluster_centers(
-                keys[:, :, :before], start, how.iterations, implementation=implementation
+                keys, start, how.iterations, implementation=implementation
             )
             zero = (jnp.where(near, apart, 0).sum() < 0).astype(jnp.int32)
         return zero
 
-    found = measure(step, repeats, jnp.int32(0), keys)
-    return {"bytes": keys.nbytes // tokens * sum(sizes[:-1]), **found}
+    found = measure(step, repeats, jnp.int32(0), *levels)
+    return {"bytes": sum(keys.nbytes for keys in levels), **found}
 
 
 def contiguous(implementation: str, rows: int, tokens: int, repeats: int) -> dict:
