@@ -113,6 +113,15 @@ def test_what_all_keys_have_in_common_costs_no_digits(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_centers_that_differ_by_little_of_their_size(backend):
+    """The first token is far from all others, so that much more than differences is multiplied."""
+    keys = keys_of("random", *SHORT, size=WIDE)
+    keys[:, :, 1:] += 10
+    found = cluster(backend, keys, SHORT[1])
+    assert compare(found, keys, SHORT[1], ROUNDS, 0.01) > 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_and_heads_do_not_feel_each_other(backend):
     """What others hold, NaN too, leaves a head as it is."""
     keys = keys_of("random", *SHORT, size=WIDE)
