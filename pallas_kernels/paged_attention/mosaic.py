@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.hopper.plan import (
     HEADS,
     WARPS,
     Launch,
+    launch_for,
     pitch,
     plan_of,
     unsupported,
@@ -76,12 +77,13 @@ def paged_attention_mosaic(
         reason = other_device()
     if reason:
         raise NotImplementedError(f"mosaic paged_attention: {reason}")
+    _, heads, dim = queries[0].shape
     parts = _shares(
         queries,
         pools,
         tables,
         q_pos if window is not None else None,
-        launch=launch or Launch(),
+        launch=launch or launch_for(pools, tables, dim, heads // tables[0].shape[1]),
         scale=scale,
         window=window,
         soft_cap=soft_cap,

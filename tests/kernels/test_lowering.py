@@ -11,6 +11,7 @@ from pallas_kernels import KVPages, cluster_centers, latent_attention, paged_att
 from pallas_kernels.formats import PER_BYTE
 from pallas_kernels.latent_attention.layout import Basis, Rotary
 from pallas_kernels.paged_attention.api import LARGE
+from pallas_kernels.paged_attention.hopper.plan import Launch, launch_for
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # lowering builds pytrees of no arrays
 GPUS = ["NVIDIA A100", "NVIDIA H200"]
@@ -152,6 +153,23 @@ def test_large_pools_of_codes_go_to_mosaic_where_it_runs(gpu, rows, fmt, mass, m
     pools, table = [pool(128, 64, jnp.bfloat16, (fmt, fmt))], shape(rows, 2, 64, dtype=jnp.int32)
     text = lower(gpu, attend, shape(rows, 8, 128), pools, [table])
     assert ("custom_call @mosaic_gpu" in text) == mosaic == (KERNEL not in text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "formats", "group", "narrow"),
+    [
+        (256, ["int4"], 4, True),
+        (132, ["int4"], 4, False),  # 264 programs: a row is shared by several
+        (256, ["float"], 4, False),
+        (256, ["int4"], 8, False),
+        (256, ["int4", "int2"], 4, False),
+    ],
+)
+def test_mosaic_s_launch_of_short_rows_of_codes(rows, formats, group, narrow):
+    pools = tuple(pool(128, 64, jnp.bfloat16, (fmt, fmt)) for fmt in ("float", *formats))
+    tables = (shape(rows, 2, 16, dtype=jnp.int32),) * len(pools)
+    found = launch_for(pools, tables, 128, group)
+    assert found == (Launch(264, 3, 20 * 1024) if narrow else Launch(264, 2, 40 * 1024))
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -30,6 +30,23 @@ class Launch:
     nbytes: int = 40 * 1024
 
 
+def launch_for(
+    pools: tuple[KVPages, ...], tables: tuple[Array, ...], dim: int, group: int
+) -> Launch:
+    """The fastest on an H200.
+
+    Three steps of 20 KiB leave room for four programs an SM, where two of 40 KiB leave it for
+    three. Of codes that are so short that a program takes whole rows that is faster: while one
+    computes queries or puts sums together, more copies of others go on. Programs of several such
+    pools, or of more heads, have too many registers for it.
+    """
+    rows, kv_heads, _ = tables[0].shape
+    short = Launch(stages=3, nbytes=20 * 1024)
+    coded = [plan_of(*x, dim, short) for x in zip(pools, tables, strict=True) if not x[0].plain]
+    few = len(coded) == 1 and coded[0].stage <= short.nbytes and group <= HEADS
+    return short if few and rows * kv_heads > short.programs else Launch()
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
     """Keys or values of one format.
