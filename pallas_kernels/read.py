@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.formats import levels
 from pallas_kernels.layout import KVPages
 from pallas_kernels.rotation import rotate, unrotate
@@ -40,6 +41,17 @@ def coded_queries(
     if pages.balance is not None:
         turned = (grouped * pages.balance[None, :, None]).reshape(q.shape)
     return (rotate(turned) if pages.rotated else turned).astype(q.dtype), offset
+
+
+def slot_products(
+    pages: KVPages, table: Int[Array, "B Hkv P"], q: Float[Array, "B Hq D"]
+) -> Float32[Array, "B Hkv G S"]:
+    """``q . k`` of every query head with every slot of the named pages; no key leaves its basis."""
+    rows, heads, _ = table.shape
+    q, offset = coded_queries(pages, q)
+    k = coded_keys(pages, table, q.dtype).reshape(rows, heads, -1, q.shape[2])
+    dots = einsum_float32("bhgd,bhsd->bhgs", q.reshape(rows, heads, -1, q.shape[2]), k)
+    return dots if offset is None else dots + offset.reshape(rows, heads, -1, 1)
 
 
 def plain_output(pages: KVPages, out: Float[Array, "*N D"]) -> Float[Array, "*N D"]:

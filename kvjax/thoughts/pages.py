@@ -20,7 +20,7 @@ from kvjax.thoughts.retention import Retention, survivals
 from kvjax.thoughts.sparsity import NEGLIGIBLE
 from kvjax.thoughts.state import Thoughts
 from pallas_kernels.einsum import einsum_float32
-from pallas_kernels.read import coded_keys, coded_queries, plain_slot_keys
+from pallas_kernels.read import plain_slot_keys, slot_products
 
 
 def last_sparsity(
@@ -42,20 +42,15 @@ def last_sparsity(
         corrected: whether evicted tokens count, as tokens with too small a weight.
         config: the model's, where latents are rebuilt.
     """
-    rows, count, heads, dim = layer.queries.shape
+    rows, count = layer.queries.shape[:2]
     last = jnp.maximum(length - 1, 0) % count
     q = jnp.take_along_axis(layer.queries, last[:, None, None, None], 1)[:, 0]
     q = q.astype(jnp.float32)
     logits, pos = [], []
     for c in range(len(layer.pools)):
-        turned, offset, k, bias, at = _asked_keys(layer, c, q, config)
-        grouped = rows, k.shape[1], heads // k.shape[1]
-        dots = einsum_float32("bhgd,bhsd->bhgs", turned.reshape(*grouped, dim), k)
-        if offset is not None:
-            dots += offset.reshape(*grouped, 1)
-        dots = dots.max(2) * scale
+        dots, bias, at = _products(layer, c, q, config)
         live = (bias > -jnp.inf) & (at >= 0)
-        logits.append(jnp.where(live, dots + bias, -jnp.inf))
+        logits.append(jnp.where(live, dots.max(2) * scale + bias, -jnp.inf))
         pos.append(jnp.where(live, at, jnp.iinfo(jnp.int32).max))
     logit, where = (gathered(jnp.concatenate(x, -1), axis=1) for x in (logits, pos))
     top = logit.max(-1, keepdims=True)
@@ -64,19 +59,17 @@ def last_sparsity(
     return _share_below(weight.reshape(rows, -1), where.reshape(rows, -1), length, corrected)
 
 
-def _asked_keys(
-    layer: LayerCache, c: int, q: Float[Array, "B Hq D"], config: ModelConfig | None
-):
-    """Queries in the basis of a class and what their products lack, its float32 keys
-    [B, Hkv, S, D], and biases and positions of its slots."""
+def _products(layer: LayerCache, c: int, q: Float[Array, "B Hq D"], config: ModelConfig | None):
+    """Products of queries with a class's keys [B, Hkv, G, S], biases and positions of its slots."""
     if layer.spectra is not None:
         k, at = held_keys(layer, c, config)
         at = jnp.broadcast_to(at[:, None], k.shape[:3])
-        return q, None, k, jnp.zeros(at.shape, jnp.float32), at
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
+        dots = einsum_float32("bhgd,bhsd->bhgs", grouped, k)
+        return dots, jnp.zeros(at.shape, jnp.float32), at
     pool, table = layer.pools[c], layer.tables[c]
-    k = coded_keys(pool, table, jnp.float32).reshape(*table.shape[:2], -1, q.shape[2])
-    bias, pos = (x[table].reshape(k.shape[:3]) for x in (pool.bias, pool.pos))
-    return *coded_queries(pool, q), k, bias, pos
+    bias, pos = (x[table].reshape(*table.shape[:2], -1) for x in (pool.bias, pool.pos))
+    return slot_products(pool, table, q), bias, pos
 
 
 def _share_below(

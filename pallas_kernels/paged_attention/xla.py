@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.einsum import einsum_float32
 from pallas_kernels.layout import KVPages
-from pallas_kernels.read import coded_keys, coded_queries, coded_values, plain_output
+from pallas_kernels.read import coded_values, plain_output, slot_products
 
 NEG_INF = -1e30  # finite, so that a row with no live slot gives zeros and never NaN
 
@@ -31,12 +31,7 @@ def paged_attention_xla(
 
     logits, live = [], []
     for q, pages, table in zip(queries, pools, tables, strict=True):
-        q, offset = coded_queries(pages, q)
-        k = coded_keys(pages, table, q.dtype).reshape(rows, heads, -1, q.shape[2])
-        dots = einsum_float32("bhgd,bhsd->bhgs", q.reshape(grouped), k)
-        if offset is not None:
-            dots += offset.reshape(rows, heads, -1, 1)
-        own = dots * scale
+        own = slot_products(pages, table, q) * scale
         if soft_cap is not None:
             own = soft_cap * jnp.tanh(own / soft_cap)
         bias = pages.bias[table]
