@@ -34,7 +34,7 @@ class Launch:
         tile: slots that are read at once; a product takes 16 at least.
         num_warps: of a program.
         num_stages: how far loads run ahead.
-        chunk: stored components that are multiplied at once, at most.
+        chunk: components that are multiplied at once, at most; of codes, those of all planes.
     """
 
     tile: int
@@ -195,7 +195,7 @@ def latent_sums(
         exact = _exact(None, pool)
         launch = VALUES[exact]
         given = _stored(pool, table) | {"weights": weights}
-        parts = pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2], launch))
+        parts = pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2], pool.k_format, launch))
         found = pl.pallas_call(
             functools.partial(
                 _block_sums,
@@ -250,8 +250,9 @@ def _slots(given, row, line, first, tile: int):
     return pages, at % page, pos
 
 
-def _chunk(stored: int, launch: Launch) -> int:
-    return min(launch.chunk, max(16, pl.next_power_of_2(stored)))
+def _chunk(stored: int, fmt: str, launch: Launch) -> int:
+    """Stored components that are multiplied at once."""
+    return min(launch.chunk // PER_BYTE.get(fmt, 1), max(16, pl.next_power_of_2(stored)))
 
 
 def _load(ref, *masks):
@@ -312,7 +313,7 @@ def _block_logits(*refs, fmt, first, each, launch, interpret):
     @pl.when(pages.max() != SCRATCH_PAGE)
     def _():
         stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
-        chunk = _chunk(stored, launch)
+        chunk = _chunk(stored, fmt, launch)
         live = pos >= 0
         # No two slots have one place, or the interpreter would store one's over the other's.
         place = jnp.where(live, pos, out.shape[3])
@@ -389,7 +390,7 @@ def _block_sums(*refs, fmt, first, launch, exact, interpret):
     given, out = refs[-2:]
     row, part, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
-    width = _chunk(stored, launch)
+    width = _chunk(stored, fmt, launch)
     chunks = pl.cdiv(stored, width)
     block, begin = part // chunks, part % chunks * width
     heads = given["weights"].shape[1]

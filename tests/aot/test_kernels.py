@@ -137,7 +137,9 @@ def test_scales_are_rounded_before_they_are_used(h200):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dim", "blocks"), [("float", 128, 8), ("int8", 128, 8), ("int4", 64, 4)], ids=str
+    ("fmt", "dim", "blocks"),
+    [("float", 128, 8), ("int8", 128, 8), ("int4", 64, 4), ("int4", 128, 1)],
+    ids=str,
 )
 def test_latent_attention(h200, fmt, dim, blocks):
     """A launch for the blocks of keys and one for those of values, and no latent is gathered."""
