@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import compare as comparing
 from kvjax import recipes
 from kvjax.compare import Comparison, compare, reference
+from kvjax.compare.scores import score
 from kvjax.decoding import chunk, forced
 from kvjax.errors import UsageError
 from kvjax.models import decoder
@@ -89,7 +89,7 @@ def test_scores_are_those_of_the_distributions():
     expected = reference(lm, tokens, prompt_tokens=PROMPT).hidden
     given = jnp.asarray(tokens[:, PROMPT:].T)
     logits = jnp.asarray(ours.swapaxes(0, 1), jnp.float32)
-    got = comparing._score(lm.model, expected, logits, given)
+    got = score(lm.model, expected, logits, given)
     np.testing.assert_allclose(got["kl"].T, (np.exp(p) * (p - q)).sum(-1), rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(got["same"].T, full.argmax(-1) == ours.argmax(-1))
     assert 0 < got["same"].mean() < 1

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import compare, recipes
+from kvjax import recipes
 from kvjax.cache import reset_rows, slots
+from kvjax.compare.phases import Phases
 from kvjax.compress import settle as settling
 from kvjax.compress.selectors import SnapKV
 from kvjax.errors import UsageError
@@ -374,5 +375,5 @@ def test_a_comparison_follows_the_phases_that_a_recipe_names():
     """A model without thinking marks has an answer alone."""
     ids = np.zeros((2, 60), np.int64)
     for compress, evicts in ((("think",), False), (("answer",), True), (("prompt",), False)):
-        phases = compare._Phases(small.lm(), ids, 20, thinkv.recipe(compress=compress))
+        phases = Phases(small.lm(), ids, 20, thinkv.recipe(compress=compress))
         assert phases.after(32).tolist() == [evicts] * 2
