@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood under every recipe: ``python -m kvjax.eval.choice --help``.
+"""Choices and completions by likelihood under every recipe: ``python -m kvjax.eval.choice --help``.
 
     python -m kvjax.eval.choice --model M --tasks arc_easy,piqa --data DIR \\
         --recipes recipes.yaml --out DIR

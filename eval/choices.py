@@ -1,6 +1,7 @@
 """One run of the choice command: items scored under every recipe."""
 
 import dataclasses
+import math
 import pathlib
 import statistics
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from kvjax.report.units import size
 PLACE = ("task", "id", "recipe")
 RULES = ("sum", "per_character", "per_token")
 """How the likelihoods of choices are compared: as they are, over the characters of the choice, and
-over the tokens that are scored."""
+over the tokens that are scored. One choice alone is right, by all of them, if it is what the model
+would have said, token by token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +181,13 @@ def _row(job: Job, one: Asked, scored: list[Scored]) -> dict[str, Any]:
         "per_token": sums / [len(own.logs) for own in scored],
     }
     failed = not np.isfinite(sums).all()
+
+    def right(rule: str) -> bool:
+        """Of one choice alone: whether the model would have said it."""
+        if failed:
+            return False
+        return scored[0].greedy if len(scored) == 1 else int(by[rule].argmax()) == one.item.gold
+
     return {
         "task": job.task,
         "id": one.item.id,
@@ -186,7 +195,7 @@ def _row(job: Job, one: Asked, scored: list[Scored]) -> dict[str, Any]:
         **job.settled.as_dict(),
         "gold": one.item.gold,
         "logs": sums.tolist() if not failed else None,
-        "right": {rule: not failed and int(by[rule].argmax()) == one.item.gold for rule in RULES},
+        "right": {rule: right(rule) for rule in RULES},
         **({"error": "NaN or infinity in the logits"} if failed else {}),
         "context": max(map(len, one.contexts)),
         "bytes": {
@@ -213,6 +222,9 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 figures[rule] = {"right": right / count, "interval": wilson(right, count)}
                 if full is not None and own is not full:
                     figures[rule]["paired"] = _paired(own, full, rule)
+            logs = [row["logs"] for row in own.values() if row["logs"] is not None]
+            if logs and max(map(len, logs)) == 1:
+                figures["perplexity"] = math.exp(-statistics.fmean(log for [log] in logs))
             figures["bytes"] = means(list(own.values()), "bytes")
             figures["ratio"] = figures["bytes"]["peak"] / figures["bytes"]["full_bf16"]
             found.append(figures)
@@ -238,7 +250,10 @@ def described(found: dict[str, Any]) -> str:
         return f"{head} refused: {found['refused']}"
     low, high = found["sum"]["interval"]
     parts = [f"{head} {found['sum']['right']:6.1%} [{low:.1%}, {high:.1%}] of {found['items']:,}"]
-    parts += [f"{found[rule]['right']:.1%} {rule.replace('_', ' ')}" for rule in RULES[1:]]
+    if "perplexity" in found:
+        parts.append(f"perplexity {found['perplexity']:.4g}")
+    else:
+        parts += [f"{found[rule]['right']:.1%} {rule.replace('_', ' ')}" for rule in RULES[1:]]
     parts.append(f"{size(found['bytes']['peak'])} ({found['ratio']:.3f})")
     if "paired" in found["sum"]:
         parts.append(described_pair(found["sum"]["paired"]))

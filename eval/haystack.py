@@ -97,7 +97,7 @@ def hidden_groups(lm: LanguageModel, config: RetrievalConfig) -> list[Group]:
             return math.inf
 
     groups = []
-    for task in config.named_tasks():
+    for task in config.generated():
         for length in config.numbers("lengths", int):
             if length + config.max_new_tokens > lm.config.context_length:
                 raise UsageError(

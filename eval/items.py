@@ -1,4 +1,4 @@
-"""Items of multiple choice, from the formats in which people have them."""
+"""Items of multiple choice, and texts to complete, from the formats in which people have them."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from kvjax.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One question and what may answer it.
+    """One question and what may answer it; with one choice alone, a text to complete.
 
     Attributes:
         id: names it within its task.
@@ -40,6 +40,7 @@ def read_items(path: pathlib.Path, count: int | None, first: int) -> list[Item]:
     - HellaSwag: ``activity_label``, ``ctx_a``, ``ctx_b``, ``endings``, ``label``
     - WinoGrande: ``sentence`` with a ``_``, ``option1``, ``option2``, ``answer``: what is scored is
       the text behind the gap, with either option in it
+    - LAMBADA: ``context``, ``target``: the one choice
     - any other: ``context``, ``choices``, ``gold`` (an index)
 
     Raises:
@@ -54,7 +55,8 @@ def read_items(path: pathlib.Path, count: int | None, first: int) -> list[Item]:
             found = _item(record, str(record.get("id", record.get("ind", index))))
             if found is None:
                 raise ValueError("its keys are of no form that is known")
-            if not 0 <= found.gold < len(found.choices) or len(found.choices) < 2:
+            fewest = 1 if "target" in record else 2
+            if not 0 <= found.gold < len(found.choices) or len(found.choices) < fewest:
                 raise ValueError(f"its {len(found.choices)} choices have no number {found.gold}")
             if not all(found.continuations) or not all(found.contexts):
                 raise ValueError("a text is empty")
@@ -87,6 +89,8 @@ def _item(record: dict[str, Any], name: str) -> Item | None:
         contexts = tuple((before + option).strip() for option in options)
         rest = " " + after.strip()
         return Item(name, contexts, (rest, rest), options, int(record["answer"]) - 1)
+    if "target" in record:
+        return _alike(name, record["context"], [record["target"].strip()], 0)
     if "context" in record:
         return _alike(name, record["context"], record["choices"], int(record["gold"]))
     return None

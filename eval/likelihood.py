@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import DecodeState
@@ -25,11 +25,13 @@ class Scored:
 
     Attributes:
         logs: natural logarithm of each token's probability.
+        greedy: whether each of them was the likeliest.
         peak_bytes: the most that the row's pages took.
         full_bytes: a bare bfloat16 cache of all its tokens.
     """
 
     logs: np.ndarray
+    greedy: bool
     peak_bytes: int
     full_bytes: int
 
@@ -60,7 +62,7 @@ def log_likelihoods(
     fed = np.maximum(lengths - 1, 0)  # the last one has nothing to predict
     logs = [BytesLog(planned.geometry) for _ in following]
     _note(logs, held(cache), lengths > 0)
-    parts = [np.asarray(_pick(logits[:, None], jnp.asarray(given[:, :1])))]
+    parts = [jax.device_get(_pick(logits[:, None], jnp.asarray(given[:, :1])))]
     state = DecodeState(cache, jnp.asarray(given[:, 0]), jnp.asarray(fed), jnp.ones(rows, bool))
     for done in range(0, fed.max(), recipe.tick):
         if not recipe.keeps_all:
@@ -78,11 +80,16 @@ def log_likelihoods(
         state, hidden = force_together(lm.model, state, tokens, jnp.asarray(count), recipe=recipe)
         now = held(state.cache)
         target = jnp.asarray(given[:, done + 1 : done + 1 + recipe.tick])
-        parts.append(np.asarray(_score(lm.model, hidden, target)))
+        parts.append(jax.device_get(_score(lm.model, hidden, target)))
         _note(logs, now, count > 0)
-    scores = np.concatenate(parts, 1)
+    scores, likeliest = (np.concatenate(part, 1) for part in zip(*parts, strict=True))
     return [
-        Scored(scores[row, : len(ids)], logs[row].peak_bytes, logs[row].full_bytes)
+        Scored(
+            scores[row, : len(ids)],
+            bool(likeliest[row, : len(ids)].all()),
+            logs[row].peak_bytes,
+            logs[row].full_bytes,
+        )
         for row, ids in enumerate(following)
     ]
 
@@ -97,11 +104,15 @@ def _note(logs: list[BytesLog], now: Held, active: np.ndarray) -> None:
 @jax.jit
 def _score(
     model: Decoder, hidden: Float[Array, "B T E"], tokens: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     return _pick(model.logits(hidden), tokens)
 
 
 @jax.jit
-def _pick(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def _pick(
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Log probabilities of tokens, and whether they are the likeliest."""
     logs = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(logs, tokens[..., None], -1)[..., 0]
+    picked = jnp.take_along_axis(logs, tokens[..., None], -1)[..., 0]
+    return picked, logits.argmax(-1) == tokens

@@ -1,12 +1,15 @@
 """Facts found again in long prompts, under every recipe: ``python -m kvjax.eval.retrieval --help``.
 
     python -m kvjax.eval.retrieval --model M --lengths 1024,4096 --recipes recipes.yaml --out DIR
+    python -m kvjax.eval.retrieval --model M --tasks ruler/niah_multikey_3.jsonl --problems 100 \\
+        --max-new-tokens 128 --no-chat-template --recipes recipes.yaml --out DIR
 
 See docs/evaluation.md for the prompts and what is written.
 """
 
 import argparse
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -23,14 +26,18 @@ class RetrievalConfig(EvalConfig):
     """What is hidden, and where; see each option's help."""
 
     tasks: str = option(
-        "needle,pairs", "needle: one sentence in a text; pairs: one of many keys", joined=True
+        "needle,pairs",
+        "needle: one sentence in a text; pairs: one of many keys; or files of RULER that end in "
+        ".jsonl, each line with an input and outputs",
+        joined=True,
     )
     lengths: str = option("1024,2048,4096", "tokens of a prompt", joined=True)
     depths: str = option(
         "0,0.25,0.5,0.75,1", "share of the prompt before what is to be found", joined=True
     )
-    problems: int = option(8, "of each length and depth", minimum=1)
+    problems: int = option(8, "of each length and depth, or the first of a file", minimum=1)
     max_new_tokens: int = option(16, "tokens of an answer", minimum=1)
+    chat_template: bool = option(True, "pass prompts through the model's chat template")
 
     def __post_init__(self):
         """Refuse what can be seen to be wrong before anything is read.
@@ -38,15 +45,26 @@ class RetrievalConfig(EvalConfig):
         Raises:
             UsageError: options that cannot be used.
         """
-        if unknown := [name for name in self.named_tasks() if name not in TASKS]:
-            raise UsageError(f"--tasks takes {', '.join(TASKS)}, got {unknown[0]!r}")
+        if unknown := [name for name in self.generated() if name not in TASKS]:
+            raise UsageError(
+                f"--tasks takes {', '.join(TASKS)} and files that end in .jsonl, got {unknown[0]!r}"
+            )
+        if len({path.stem for path in self.files()}) < len(self.files()):
+            raise UsageError("--tasks: a task stands twice (a file is named without its folder)")
         if min(self.numbers("lengths", int)) < 1:
             raise UsageError(f"--lengths must be above 0, got {self.lengths}")
         depths = self.numbers("depths", float)
         if not all(0 <= depth <= 1 for depth in depths):
             raise UsageError(f"--depths must be from 0 to 1, got {self.depths}")
 
-    def named_tasks(self) -> list[str]:
+    def generated(self) -> list[str]:
+        """The tasks that are no files."""
+        return [name for name in self._names() if not name.endswith(".jsonl")]
+
+    def files(self) -> list[pathlib.Path]:
+        return [pathlib.Path(name) for name in self._names() if name.endswith(".jsonl")]
+
+    def _names(self) -> list[str]:
         return list(dict.fromkeys(name.strip() for name in self.tasks.split(",")))
 
     def numbers(self, name: str, kind: type) -> list:
@@ -81,14 +99,19 @@ def _start(config: RetrievalConfig, actions, interrupts) -> int:
     from kvjax.eval.command import answer
     from kvjax.eval.haystack import hidden_groups
     from kvjax.eval.recipes import shape_of
+    from kvjax.eval.ruler import ruler_group
     from kvjax.eval.summary import summarise
 
     groups = hidden_groups(shape_of(config), config)
+    groups += [ruler_group(path, config.problems, config.max_new_tokens) for path in config.files()]
 
     def summary(rows):
         return {
             "results": summarise(rows, lambda row: row["level"]),
-            "by_depth": summarise(rows, lambda row: (row["level"], row["depth"])),
+            "by_depth": summarise(
+                [row for row in rows if "depth" in row],
+                lambda row: (row["level"], row["depth"]),
+            ),
         }
 
     return answer(

@@ -38,11 +38,21 @@ def scored(recipe, prompts, following, rows=4):
     return log_likelihoods(lm, prompts, following, planned)
 
 
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """What the model says behind a prompt, by one pass a token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(kvjax.forward(small.lm(), ids)[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 @pytest.mark.parametrize("codec", [None, pytest.param("bf16", marks=pytest.mark.slow)])
 def test_likelihoods_are_those_of_one_pass(codec):
     prompts, following = rows()
+    following[3] = greedy(prompts[3], NEW[3])
     recipe = recipes.full(16) if codec is None else recipes.uniform(codec, **SMALL)
     found = scored(recipe, prompts, following)
+    assert [own.greedy for own in found] == [False, False, False, True]
     for prompt, ids, own in zip(prompts, following, found, strict=True):
         logits = kvjax.forward(small.lm(), prompt + ids)[0]
         logs = np.asarray(jax.nn.log_softmax(logits))[len(prompt) - 1 : -1]
@@ -87,6 +97,7 @@ FORMS = {
         "answer": "2",
     },
     "own": {"context": "One, two,", "choices": ["three", "four", "five"], "gold": 2},
+    "lambada": {"context": "She read the", "target": " signs"},
 }
 READ = {
     "arc": (("Question: What is wet?\nAnswer:",) * 2, (" sand", " rain"), 1),
@@ -98,6 +109,7 @@ READ = {
         1,
     ),
     "own": (("One, two,",) * 3, (" three", " four", " five"), 2),
+    "lambada": (("She read the",), (" signs",), 0),
 }
 
 
@@ -167,7 +179,7 @@ def test_choices_are_counted_by_all_rules(choose, tmp_path, monkeypatch):
         asked.append([len(ids) for ids in following])
         assert len(prompts) <= planned.geometry.rows == 7
         found = [np.full(len(ids), next(sums) / len(ids)) for ids in following]
-        return [Scored(logs, 50, 25) for logs in found]
+        return [Scored(logs, False, 50, 25) for logs in found]
 
     monkeypatch.setattr(choices, "log_likelihoods", scores)
     code, out, err = choose("--tasks", "own")
@@ -181,10 +193,27 @@ def test_choices_are_counted_by_all_rules(choose, tmp_path, monkeypatch):
     assert choose("--tasks", "own")[0] == 0 and len(asked) == 2  # all is there
 
 
+def test_one_choice_is_right_where_the_model_would_say_it(choose, tmp_path, monkeypatch):
+    """What is said counts alone, whatever its likelihood; perplexity is of what was to be said."""
+    said = iter([(-1.0, True), (-2.0, False), (-6.0, True)])
+
+    def scores(lm, prompts, following, planned, seed):
+        found = [(np.full(len(ids), 1 / len(ids)), *next(said)) for ids in following]
+        return [Scored(logs * total, greedy, 50, 25) for logs, total, greedy in found]
+
+    monkeypatch.setattr(choices, "log_likelihoods", scores)
+    code, out, err = choose("--tasks", "lambada")
+    assert code == 0, err
+    [found] = json.loads((tmp_path / "out" / "choice.json").read_text())["results"]
+    assert [found[rule]["right"] for rule in choices.RULES] == [pytest.approx(2 / 3)] * 3
+    assert found["perplexity"] == pytest.approx(np.exp(3.0)) and "perplexity 20.09" in out
+
+
 def row(recipe, method, name, right):
     own = {"budget": None, "codec": None, "share": None, "row_bytes": 1}
     place = {"task": "t", "id": name, "recipe": recipe, "method": method}
-    return {**place, **own, "right": right, "bytes": {"peak": 2.0, "full_bf16": 4.0}}
+    logs = [-1.0, -2.0]
+    return {**place, **own, "right": right, "logs": logs, "bytes": {"peak": 2.0, "full_bf16": 4.0}}
 
 
 def test_items_are_paired():
@@ -196,7 +225,7 @@ def test_items_are_paired():
     full, ours = choices.summarise(rows)
     assert full["sum"]["right"] == 0.75 and ours["sum"]["right"] == 0.5
     assert ours["per_token"]["paired"] == {"items": 4, "lost": 2, "won": 1, "p": 1.0}
-    assert ours["ratio"] == 0.5
+    assert ours["ratio"] == 0.5 and "perplexity" not in ours
 
 
 @pytest.mark.parametrize(

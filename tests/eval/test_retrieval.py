@@ -11,6 +11,7 @@ from kvjax.eval import haystack, retrieval
 from kvjax.eval.options import EvalConfig
 from kvjax.eval.problems import Problem, judge_contains
 from kvjax.eval.recipes import shape_of
+from kvjax.eval.ruler import judge_all, ruler_group
 from tests.cli.conftest import model  # noqa: F401
 from tests.eval.test_reasoning import answering, result  # noqa: F401
 
@@ -84,6 +85,47 @@ def test_the_first_number_counts(text, right):
     assert judge_contains(problem, result([1], text))["right"] is right
 
 
+RULER = {"index": 7, "input": "Keys: ... What is k?", "outputs": ["AB-1", "c2"], "length": 900}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("they are ab-1 and C2.", "AB-1, c2", True),
+        ("AB-1", "AB-1", False),
+        ("AB-2 c", None, False),
+    ],
+)
+def test_rulers_answers_hold_all_outputs(tmp_path, text, answer, right):
+    path = tmp_path / "niah.jsonl"
+    path.write_text("\n".join(json.dumps(RULER | {"index": n}) for n in (7, 3, 9)))
+    group = ruler_group(path, 2, 30)
+    assert [one.id for one in group.problems] == ["7", "3"] and group.task == "niah"
+    assert group.problems[0].prompt == RULER["input"]
+    assert (group.max_new_tokens, group.answer_tokens) == (30, 30)
+    assert judge_all(group.problems[0], result([1], text)) == {"answer": answer, "right": right}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: JSONDecodeError"),
+        ("[1]", "line 1: TypeError"),
+        (json.dumps({"input": "a"}), "line 1: KeyError"),
+        (json.dumps(RULER | {"outputs": "AB-1"}), "`outputs` a list"),
+        (json.dumps(RULER | {"outputs": []}), "`outputs` a list"),
+        (json.dumps(RULER | {"input": 3}), "`input` must be a text"),
+        (json.dumps(RULER) + "\n" + json.dumps(RULER), "two problems with the index '7'"),
+        ("", "no lines"),
+    ],
+)
+def test_files_of_another_form_are_told(tmp_path, line, message):
+    path = tmp_path / "niah.jsonl"
+    path.write_text(line)
+    with pytest.raises(kvjax.UsageError, match=message):
+        ruler_group(path, 9, 30)
+
+
 @pytest.fixture
 def find(model, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr("kvjax.eval.command.keep_compiled_programs", lambda: None)
@@ -129,10 +171,29 @@ def test_figures_are_of_every_length_and_depth(find, answering, tmp_path, model)
     assert lossy["budget"] > cells["needle", 500, "streaming 1/2"]["budget"] > 37
 
 
+def test_files_are_asked_beside_what_is_generated(find, answering, tmp_path):  # noqa: F811
+    path = tmp_path / "niah.jsonl"
+    path.write_text(json.dumps(RULER))
+    chats = []
+    answering(lambda method, prompt, seed: chats.append(len(prompt)) or result([1], "c2, AB-1"))
+    words = ("--lengths", "500", "--depths", "0", "--problems", 1, "--only", "full")
+    for template in ("--chat-template", "--no-chat-template"):
+        out = tmp_path / template
+        code, _, err = find("--tasks", f"pairs,{path}", *words, template, "--out", out)
+        assert code == 0, err
+        found = json.loads((out / "retrieval.json").read_text())
+        right = {(one["task"], one["level"]): one["right"] for one in found["results"]}
+        assert right == {("niah", "all"): 1.0, ("pairs", 500): 0.0}
+        assert {one["task"] for one in found["by_depth"]} == {"pairs"}
+    assert min(chats[:2]) > min(chats[2:])  # the template takes some
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (("--tasks", "straw"), "straw"),
+        (("--tasks", "a/x.jsonl,b/x.jsonl"), "twice"),
+        (("--tasks", "absent.jsonl"), "absent.jsonl"),
         (("--lengths", "a"), "--lengths"),
         (("--lengths", "90"), "too short"),
         (("--lengths", "70000"), "context"),
