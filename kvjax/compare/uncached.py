@@ -11,9 +11,8 @@ from jaxtyping import Array, Float
 from kvjax.errors import UsageError
 from kvjax.loading import LanguageModel
 from kvjax.models.attention import add_sinks, causal_attention
-from kvjax.models.forward import check_tokens
+from kvjax.models.forward import by_layer, check_tokens
 from kvjax.models.layers import rms_norm
-from kvjax.models.rope import rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +50,8 @@ def reference(
         )
     fed = jnp.asarray(ids[:, :-1])
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32)[None], fed.shape)
-    x, angles = _embed(model.embed, fed, positions, config=config)
     outputs = []
-    for layer, window in zip(model.layers, config.windows, strict=True):
-        x, out = _layer(layer, x, angles, positions, scale=config.scale, window=window)
+    for x, out in by_layer(model, fed, positions, _attend):  # noqa: B007 - the last x is wanted
         if per_layer:
             outputs.append(out[:, prompt_tokens:])
     hidden = _norm(model.norm, x[:, prompt_tokens - 1 :], eps=config.rms_norm_eps)
@@ -63,23 +60,12 @@ def reference(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def _embed(embed, tokens, positions, *, config):
-    return embed[...][tokens], rotation(positions, config.rope, config.head_dim)
-
-
 @functools.partial(jax.jit, static_argnames=("eps",))
 def _norm(norm, x, *, eps: float):
     return rms_norm(x, norm[...], eps)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
-def _layer(layer, x, angles, positions, *, scale: float, window: int | None):
-    """One layer over whole rows, a block of queries at a time: its output, and its attention's."""
-
-    def attend(q, k, v, sinks):
-        out, lse = causal_attention(q, k, v, positions, scale, window)
-        out = add_sinks(out, lse, sinks).astype(q.dtype)
-        return out, out
-
-    return layer(x, angles, attend)
+def _attend(q, k, v, sinks, positions, scale: float, window: int | None):
+    out, lse = causal_attention(q, k, v, positions, scale, window)
+    out = add_sinks(out, lse, sinks).astype(q.dtype)
+    return out, out

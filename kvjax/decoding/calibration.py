@@ -4,11 +4,9 @@ The constants belong to the model alone: were they taken from a prompt, rows wou
 """
 
 import contextlib
-import functools
 import hashlib
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -18,8 +16,8 @@ from kvjax.codecs import KeyBasis, key_basis
 from kvjax.fetch_model import cache_folder
 from kvjax.files import write_atomically
 from kvjax.loading import LanguageModel
-from kvjax.models.attention import causal_mask, masked_attention
-from kvjax.models.rope import rotation
+from kvjax.models.attention import add_sinks, causal_attention
+from kvjax.models.forward import by_layer
 
 TEXT = """\
 The harbour was quiet when the survey began. Each morning two people walked along the wall, counted
@@ -85,21 +83,11 @@ def _measure(lm: LanguageModel) -> tuple[KeyBasis, ...]:
     # Spread out, since the keys that a mean is taken of turn with their position.
     stride = max(1, min(SPAN, config.context_length) // tokens.shape[1])
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] * stride
-    x, angles = model.embed[...][tokens], rotation(positions, config.rope, config.head_dim)
-    bases = []
-    for index, layer in enumerate(model.layers):
-        x, k = _keys(layer, x, angles, positions, scale=config.scale, window=config.windows[index])
-        bases.append(key_basis(k[0], center=True, balance=True))
-    return tuple(bases)
+    read = by_layer(model, tokens, positions, _keys)
+    return tuple(key_basis(k[0], center=True, balance=True) for _, k in read)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
-def _keys(layer, x, angles, positions, *, scale: float, window: int | None):
-    """A layer's output and its keys."""
-
-    def attend(q, k, v, sinks):
-        mask = causal_mask(positions, positions, window)
-        out, _ = masked_attention(q, k, v, mask, scale)
-        return out.astype(q.dtype), k
-
-    return layer(x, angles, attend)
+def _keys(q, k, v, sinks, positions, scale: float, window: int | None):
+    """A layer's attention and its keys."""
+    out, lse = causal_attention(q, k, v, positions, scale, window)
+    return add_sinks(out, lse, sinks).astype(q.dtype), k

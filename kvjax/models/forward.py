@@ -1,6 +1,8 @@
-"""Logits of whole sequences without a cache: what every cached path is compared with."""
+"""Whole sequences without a cache: what every cached path is compared with."""
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.attention import add_sinks, causal_mask, masked_attention
 from kvjax.models.decoder import Decoder
+from kvjax.models.rope import rotation
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -47,6 +50,45 @@ def check_tokens(tokens, vocab_size: int, context_length: int) -> np.ndarray:
             f"{ids.shape[-1]} tokens exceed the model's context of {context_length}; shorten them"
         )
     return np.atleast_2d(ids).astype(np.int32)
+
+
+def by_layer(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Callable[..., tuple[Float[Array, "B T Hq D"], Any]],
+) -> Iterator[tuple[Float[Array, "B T E"], Any]]:
+    """Read whole rows layer by layer; layers that are alike run the same compiled program.
+
+    Args:
+        model: the decoder.
+        tokens: of each row.
+        positions: of the tokens.
+        attend: from ``q, k, v, sinks, positions, scale, window`` to a layer's attention and what is
+            to be kept of it. Compiled for each such function: pass the same one.
+
+    Yields:
+        The hidden states behind each layer, and what ``attend`` kept.
+    """
+    config = model.config
+    x, angles = _embed(model.embed, tokens, positions, config=config)
+    how = {"attend": attend, "scale": config.scale}
+    for layer, window in zip(model.layers, config.windows, strict=True):
+        x, kept = _layer(layer, x, angles, positions, window=window, **how)
+        yield x, kept
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _embed(embed, tokens, positions, *, config):
+    return embed[...][tokens], rotation(positions, config.rope, config.head_dim)
+
+
+@functools.partial(jax.jit, static_argnames=("attend", "scale", "window"))
+def _layer(layer, x, angles, positions, *, attend, scale: float, window: int | None):
+    def with_place(q, k, v, sinks):
+        return attend(q, k, v, sinks, positions, scale, window)
+
+    return layer(x, angles, with_place)
 
 
 @jax.jit

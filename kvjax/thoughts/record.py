@@ -1,6 +1,5 @@
 """The attention sparsity of every step of an answer, in every layer."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,8 +10,7 @@ from kvjax.cache.plan import bucket
 from kvjax.errors import NumericalError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.models.attention import add_sinks, causal_mask, masked_attention
-from kvjax.models.forward import check_tokens
-from kvjax.models.rope import rotation
+from kvjax.models.forward import by_layer, check_tokens
 from kvjax.thoughts.sparsity import dense_sparsity
 
 QUERY_BLOCK = 256
@@ -49,11 +47,8 @@ def record(lm: LanguageModel, prompt: Sequence[int], answer: Sequence[int]) -> n
     tokens = np.zeros((1, bucket(len(ids))), np.int32)
     tokens[0, : len(ids)] = ids
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x, angles = _embed(model.embed, jnp.asarray(tokens), positions, config=config)
-    found = []
-    for layer, window in zip(model.layers, config.windows, strict=True):
-        x, sparsity = _layer(layer, x, angles, positions, scale=config.scale, window=window)
-        found.append(sparsity[0])
+    read = by_layer(model, jnp.asarray(tokens), positions, _attend)
+    found = [sparsity[0] for _, sparsity in read]
     measured = np.stack(found)[:, len(prompt) : len(ids)]
     if not (finite := np.isfinite(measured).all(1)).all():
         raise NumericalError(
@@ -63,25 +58,16 @@ def record(lm: LanguageModel, prompt: Sequence[int], answer: Sequence[int]) -> n
     return measured
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def _embed(embed, tokens, positions, *, config):
-    return embed[...][tokens], rotation(positions, config.rope, config.head_dim)
+def _attend(q, k, v, sinks, positions, scale: float, window: int | None):
+    """A layer's attention over a whole row, a block of queries at a time, and its sparsity."""
 
+    def of_block(block):
+        q, at = block
+        mask = causal_mask(at, positions, window)
+        out, lse = masked_attention(q, k, v, mask, scale)
+        return add_sinks(out, lse, sinks).astype(q.dtype), dense_sparsity(q, k, mask, scale)
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
-def _layer(layer, x, angles, positions, *, scale: float, window: int | None):
-    """One layer over a whole row, a block of queries at a time: its output and its sparsity."""
-
-    def attend(q, k, v, sinks):
-        def of_block(block):
-            q, at = block
-            mask = causal_mask(at, positions, window)
-            out, lse = masked_attention(q, k, v, mask, scale)
-            return add_sinks(out, lse, sinks).astype(q.dtype), dense_sparsity(q, k, mask, scale)
-
-        size = min(QUERY_BLOCK, q.shape[1])
-        blocks = (q.reshape(-1, 1, size, *q.shape[2:]), positions.reshape(-1, 1, size))
-        out, sparsity = jax.lax.map(of_block, blocks)
-        return out.reshape(q.shape), sparsity.reshape(positions.shape)
-
-    return layer(x, angles, attend)
+    size = min(QUERY_BLOCK, q.shape[1])
+    blocks = (q.reshape(-1, 1, size, *q.shape[2:]), positions.reshape(-1, 1, size))
+    out, sparsity = jax.lax.map(of_block, blocks)
+    return out.reshape(q.shape), sparsity.reshape(positions.shape)
