@@ -42,7 +42,7 @@ def test_alpha_stays_within_reason_when_the_rate_does_not_move():
     state = control.start()
     for step in range(1000):
         state = control.update(state, step, 1.0)
-    assert state[1] <= 100.1 and state.dtype == np.float32
+    assert state[1] <= 1.001e4 and state.dtype == np.float32
     for step in range(1000, 1100):
         state = control.update(state, step, 0.05)
     assert state[1] < 1.0

@@ -15,7 +15,7 @@ _INTEGRAL = 0.05
 """Share of the run after which a lasting error has moved ln(alpha) once more by its gain."""
 _APPROACH = 0.6
 """Share of the run over which the wanted rate goes from 1 to the target."""
-_LIMIT = math.log(100.0)
+_LIMIT = math.log(1e4)
 
 
 @dataclasses.dataclass(frozen=True)

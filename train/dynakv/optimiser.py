@@ -6,6 +6,10 @@ import optax
 from kvjax.train.dynakv.settings import TrainSettings
 
 _BETAS = (0.9, 0.95)
+_EPS = 1e-15
+"""A gate starts with low ranks at exp(-tilt) of the probability of high ones, and so small are the
+gradients of their biases. With the usual 1e-8 these would stay where they are, and rates below 0.35
+out of reach."""
 _BASES = {"u", "u_inverse", "turn"}
 
 
@@ -16,7 +20,7 @@ def optimiser(settings: TrainSettings) -> optax.GradientTransformation:
     """
 
     def adam(peak: float) -> optax.GradientTransformation:
-        return optax.adam(schedule(peak, settings), *_BETAS)
+        return optax.adam(schedule(peak, settings), *_BETAS, eps=_EPS)
 
     groups = {
         "basis": adam(settings.lr_u),
