@@ -86,7 +86,8 @@ def points_of(
         found = load_matryoshka(folder, lm, flag="--arm")
         step = lm.config.head_dim // BLOCKS
         for point in found.points:
-            facts = {"tokens": found.training["tokens"], "target_rate": point.target_rate}
+            facts = {"folder": folder.name, "tokens": found.training["tokens"]}
+            facts |= {"target_rate": point.target_rate}
             kinds = {"exact": point.ranks, "blocks": -(-point.ranks // step) * step}
             yield (
                 facts,
@@ -95,8 +96,9 @@ def points_of(
         return
     adapter = load_adapter(folder, lm, flag="--arm")
     spectra = adapter.spectra
-    facts = {"tokens": adapter.training["tokens"], "gate": spectra.settings.gate}
-    facts |= {"alpha": adapter.training["alpha"]}
+    facts = {"folder": folder.name, "tokens": adapter.training["tokens"]}
+    facts |= {name: adapter.training[name] for name in ("alpha", "target_rate")}
+    facts |= {name: getattr(spectra.settings, name) for name in ("gate", "tau")}
     blocks = rounded(spectra, key_width(lm.config) // BLOCKS)
     yield facts, {"exact": spectral_score(lm, spectra), "blocks": spectral_score(lm, blocks)}
 

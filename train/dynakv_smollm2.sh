@@ -8,45 +8,49 @@ PYTHON=${PYTHON:-python3}
 MODEL=${MODEL:-}
 TEXT=${TEXT:-text.npy}     # rows of text, made by kvjax.train.corpus
 READ=${READ:-}             # files that perplexity is measured on
-SELF_ROWS=${SELF_ROWS:-8192} SELF_BATCH=${SELF_BATCH:-1024} SELF_SECONDS=${SELF_SECONDS:-150}
+SELF_ROWS=${SELF_ROWS:-8192} SELF_BATCH=${SELF_BATCH:-512} SELF_SECONDS=${SELF_SECONDS:-150}
 LENGTH=${LENGTH:-1024} ROWS=${ROWS:-32}
 LONG=${LONG:-1221} SHORT=${SHORT:-305} # steps of 32,768 tokens: 40 and 10 million
 SAVE=${SAVE:-200} CALIBRATION=${CALIBRATION:-131072}
 READ_TOKENS=${READ_TOKENS:-65536} WINDOW=${WINDOW:-2048}
 JOBS=${JOBS:-3} # trainings at a time: while one compiles, the others compute
 BUDGET=${BUDGET:-3600}
+READING=${READING:-200} # seconds of them that are left for what READ names
 OUT=$1
 shift
-ARMS=${*:-dynakv-0.3-long dynakv-0.2-long dynakv-0.3 dynakv-0.2 dynakv-0.5 dynakv-0.1
-    fixed-0.2 fixed-0.3 layer-0.2 layer-0.3 matryoshka
-    pca-0.5 pca-0.3 pca-0.2 pca-0.1 palu-0.5 palu-0.3 palu-0.2 palu-0.1}
+# What is compared with each other first, so that an end at any time leaves comparisons.
+ARMS=${*:-dynakv-0.2 fixed-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-tau0.5 dynakv-0.3 fixed-0.3
+    pca-0.3 palu-0.3 layer-0.3 matryoshka dynakv-0.1 dynakv-0.5 pca-0.5 pca-0.1 palu-0.5 palu-0.1
+    dynakv-0.2-long dynakv-0.3-long}
 WIDTH=${WIDTH:-192} # components of a token's keys
 CORPUS=$OUT/corpus.npy
 mkdir -p "$OUT"
 failed=0
+END=$((BUDGET - (${#READ} ? READING : 0)))
 
-left() { echo $((BUDGET - SECONDS)); }
+left() { echo $((END - SECONDS)); }
 
 finished() { [ -f "$OUT/$1/adapter.json" ] || [ -f "$OUT/$1/matryoshka.json" ]; }
 
 run() { # NAME COMMAND...: says how it went
     local name=$1 started=$SECONDS code
     shift
-    timeout -k 30 "$(($(left) > 1 ? $(left) : 1))" "$@" >>"$OUT/$name.log" 2>&1
+    timeout --foreground -k 30 "$(($(left) > 1 ? $(left) : 1))" "$@" >>"$OUT/$name.log" 2>&1
     code=$?
     echo "$name: exit code $code after $((SECONDS - started)) s"
     return $code
 }
 
 arm() { # NAME: trains it, or goes on with it
-    local kind=${1%%-*} rate steps=$SHORT rank shared
+    local kind=${1%%-*} rate steps=$SHORT rank shared parts=1
     rate=$(cut -d- -f2 <<<"$1-")
     case $1 in
     *-long) steps=$LONG ;;
     pca-* | palu-*) steps=0 ;;
     esac
+    [ "$kind" = matryoshka ] && parts=4 # a draw of ranks each
     shared=(--data "$CORPUS" --out "$OUT/$1" --resume --dtype bfloat16 --seq-len "$LENGTH"
-        --batch-size "$ROWS" --grad-accum 1 --steps "$steps" --warmup "$((SHORT / 10))"
+        --batch-size "$((ROWS / parts))" --grad-accum "$parts" --steps "$steps" --warmup "$((SHORT / 10))"
         --save-every "$SAVE" --eval-rows "$ROWS" --calibration-tokens "$CALIBRATION")
     [ -z "$MODEL" ] || shared+=(--model "$MODEL")
     if [ "$kind" = matryoshka ]; then
@@ -57,7 +61,10 @@ arm() { # NAME: trains it, or goes on with it
     shared+=(--eval-every "$SAVE" --no-remat --lr-u 5e-4 --lr-gate 3e-3 --lr-bias 0.2)
     rank=$(awk "BEGIN { print int($rate * $WIDTH + 0.5) }")
     case $kind in
-    dynakv) shared+=(--target-rate "$rate") ;;
+    dynakv)
+        shared+=(--target-rate "$rate")
+        [ "$1" = "${1%-tau*}" ] || shared+=(--tau "${1##*-tau}")
+        ;;
     layer) shared+=(--gate layer --target-rate "$rate") ;;
     fixed | pca) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank") ;;
     palu) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank" --share-ranks fisher) ;;
@@ -66,9 +73,10 @@ arm() { # NAME: trains it, or goes on with it
 }
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/programs}
 if [ ! -f "$CORPUS" ]; then
     # What is there when its time is up is enough to go on with.
-    timeout -k 30 "$SELF_SECONDS" "$PYTHON" -m kvjax.train.corpus --data "$TEXT" \
+    timeout --foreground -k 30 "$SELF_SECONDS" "$PYTHON" -m kvjax.train.corpus --data "$TEXT" \
         --self-data "$SELF_ROWS" --batch-size "$SELF_BATCH" --seq-len "$LENGTH" \
         ${MODEL:+--model "$MODEL"} --out "$CORPUS" >>"$OUT/corpus.log" 2>&1
     echo "corpus: exit code $? after $SECONDS s: $(tail -n 1 "$OUT/corpus.log")"
@@ -88,13 +96,15 @@ for name in $ARMS; do
 done
 
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
-if [ -n "$READ" ] && [ "$(left)" -gt 20 ]; then
+END=$BUDGET
+if [ -n "$READ" ] && [ "$(left)" -gt 60 ]; then
     found=()
-    for kind in dynakv-long dynakv layer fixed matryoshka pca palu; do
+    for kind in dynakv-long dynakv-tau dynakv layer fixed matryoshka pca palu; do
         folders=
         for name in $ARMS; do
             case $name in
             *-long) of=dynakv-long ;;
+            *-tau*) of=dynakv-tau ;;
             *) of=${name%%-*} ;;
             esac
             [ "$of" != "$kind" ] || ! finished "$name" || folders+=,$OUT/$name
