@@ -15,6 +15,9 @@ from kvjax.compress.attention import NEG_INF, latest_queries, softmax
 from kvjax.compress.context import Context
 from pallas_kernels.einsum import einsum_float32
 
+LOGITS = 128 * 2**20
+"""Bytes of the logits that are in memory at a time, if those of one row are no more."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Head:
 def each_head(function: Callable, ctx: Context, queries: int, *arrays: Array | None):
     """Map ``function(head, *arrays of the head)`` over the KV heads of every row.
 
-    Heads go side by side and rows one after the other, so that the logits of a single row are in
-    memory at a time.
+    Heads go side by side, and so do as many rows as have logits of ``LOGITS`` bytes at most: the
+    rest comes after them.
 
     Args:
         function: of a ``Head`` and of what ``arrays`` hold for it; returns a pytree of arrays.
@@ -82,9 +85,12 @@ def each_head(function: Callable, ctx: Context, queries: int, *arrays: Array | N
         head = Head(queries, query_pos, k, jnp.where(live, pos, 0), bias, ctx.scale)
         return function(head, *arrays)
 
+    fit = max(LOGITS // (4 * kv_heads * pooled.shape[2] * ctx.bias.shape[2]), 1)
+    together = max(n for n in range(1, rows + 1) if n <= fit and rows % n == 0)
     return jax.lax.map(
         lambda row: jax.vmap(of_head)(*row),
         (pooled, query_pos, ctx.k, ctx.pos, ctx.bias, arrays),
+        batch_size=together,
     )
 
 

@@ -158,7 +158,9 @@ def thinkv(
     if calibration is not None and calibration.thresholds is not None:
         segmenter = by_sparsity(Given("R"), calibration, corrected=not paper)
     few = ("nvfp4", "nvfp4", "ternary") if paper else ("int4", "int4", "int2")
-    codecs = few if segmenter is not None else few[:1] * 3
+    segmenter = segmenter or Given("R")
+    one_kind = isinstance(segmenter, Given) and set(segmenter.kinds) == {"R"}
+    codecs = few[:1] * 3 if one_kind else few
     given = {"codec": "int4", "prompt_codec": "bf16" if paper else "int8"} | options
     if options.get("projector") is not None:  # one codec, and one set of tokens for all heads
         codecs = None
@@ -166,7 +168,7 @@ def thinkv(
     return Recipe(
         "thinkv",
         thought_codecs=thought_codecs or codecs,
-        segmenter=segmenter or Given("R"),
+        segmenter=segmenter,
         retention=None if budget is None else retention or Retention(shared=paper),
         budget=budget,
         **given,
