@@ -6,22 +6,22 @@
 # What is there when the time is over is kept, and the same command goes on; a part is a level and
 # some recipes, and its rows are in OUT/parts. GPUs are those of CUDA_VISIBLE_DEVICES, else all.
 # PARTS is a regular expression of what `list` shows, for a choice of it. Others: PYTHON, COMMIT
-# (where this is no checkout), PROBLEMS (256 a level), BATCH (128), DTYPE (bfloat16).
+# (where this is no checkout), PROBLEMS (256 a level), BATCH (256), DTYPE (bfloat16).
 set -uo pipefail
 [ $# -gt 0 ] || { echo 'eval/reasoner.sh OUT [SECONDS] [JOBS]: name a folder' >&2; exit 2; }
 OUT=$(realpath -m "$1")
 cd "$(dirname "$0")/.."
 LIMIT=${2:-3600} JOBS=${3:-8}
 MODEL=eval/models/reasoner RECIPES=eval/reasoner.yaml
-PYTHON=${PYTHON:-python3} PROBLEMS=${PROBLEMS:-256} BATCH=${BATCH:-128} DTYPE=${DTYPE:-bfloat16}
-METHODS=(random rkv streaming snapkv_decode tam h2o pam tova)
+PYTHON=${PYTHON:-python3} PROBLEMS=${PROBLEMS:-256} BATCH=${BATCH:-256} DTYPE=${DTYPE:-bfloat16}
+METHODS=(random rkv streaming snapkv_decode h2o tova)
 FULL='full|last 256'
 
 part() { # LEVEL NAMES: a regular expression
     echo "$1 $2"
 }
 
-each() { # LEVEL SIZE: of every method that evicts, two of them a process
+each() { # LEVEL SIZE: of every method that evicts and fits nothing, two of them a process
     local i
     for ((i = 0; i < ${#METHODS[@]}; i += 2)); do
         part "$1" "(${METHODS[i]}|${METHODS[i + 1]}) $2"
@@ -29,17 +29,20 @@ each() { # LEVEL SIZE: of every method that evicts, two of them a process
 }
 
 coded() { # LEVEL SIZE
-    part "$1" "(random|rkv), int4 $2"
-    part "$1" "(snapkv_decode|tam), int4 $2"
+    part "$1" "(random|rkv|snapkv_decode), int4 $2"
 }
 
-variants() { # LEVEL SIZE: of ThinKV
-    part "$1" "thinkv, (strided|random tokens|by attention) $2"
-    part "$1" "thinkv, (shared tokens|evicted tokens attended|floor [28]) $2"
-    part "$1" "thinkv, (2 bits|k4v2|8 bits|prompt .*) $2"
-    part "$1" "thinkv, segments of (32|64|256) $2"
-    part "$1" "thinkv, stand-in kinds(|, 4 bits|, R8 E4 T2|, strided) $2"
-    part "$1" "thinkv, stand-in kinds( in another order|, a third .*|, demoted .*|, for .*) $2"
+fitted() { # LEVEL SIZE
+    part "$1" "(tam|pam|tam, int4) $2"
+}
+
+variants() { # LEVEL: of ThinKV
+    part "$1" "thinkv, (strided|random tokens|by attention) 1/4"
+    part "$1" "thinkv, (shared tokens|evicted tokens attended|floor [28]) 1/4"
+    part "$1" "thinkv, (2 bits|k4v2|8 bits|prompt .*) 1/4"
+    part "$1" "thinkv, segments of (32|64|256) 1/4"
+    part "$1" "thinkv, stand-in kinds(|, 4 bits|, R8 E4 T2|, strided) 1/2 of the tokens"
+    part "$1" "thinkv, stand-in kinds( in another order|, a third .*|, demoted .*|, for .*) 1/2 of the tokens"
 }
 
 matching() { # LEVEL ONCE: attention matching, and what becomes of it without its parts
@@ -54,51 +57,56 @@ matching() { # LEVEL ONCE: attention matching, and what becomes of it without it
 }
 
 queue() {
-    local level
+    local level size
     for level in 1000 2000 4000; do part $level "$FULL"; done
     for level in 1000 2000; do
         each $level '1/2 of the tokens'
         part $level 'thinkv 1/2 of the tokens|thinkv 1/[48]'
     done
     for level in 1000 2000; do
-        part $level 'int[48]|k4v2'
-        part $level 'int2|nvfp4'
-        part $level 'kivi[24]'
-        each $level 1/4
-        each $level 1/8
+        part $level 'int[248]|k4v2'
+        part $level 'nvfp4|kivi[24]'
     done
     for level in 1000 2000; do
-        coded $level 1/8
-        coded $level 1/16
+        for size in 1/4 1/8; do each $level $size; done
+        for size in 1/8 1/16; do coded $level $size; done
+    done
+    for level in 1000 2000; do
+        fitted $level '1/2 of the tokens'
+        for size in 1/4 1/8; do fitted $level $size; done
         part $level 'thinkv 1/16|thinkv, fitted .*'
         part $level 'thinkv, paper .*'
-        part $level '.*, prompt not kept'
     done
     each 4000 '1/2 of the tokens'
     part 4000 'thinkv 1/2 of the tokens|thinkv 1/4'
-    part 4000 'thinkv 1/(8|16)'
     part 4000 'int[48]'
-    part 4000 'k4v2|int2'
-    variants 1000 1/4
-    matching 1000 512
     each 4000 1/8
-    each 4000 1/16
-    coded 4000 1/16
-    coded 4000 1/32
-    part 4000 'thinkv, floor 2 1/32|thinkv, fitted 1/8'
-    variants 2000 1/8
-    matching 2000 1024
-    each 4000 1/4
     coded 4000 1/8
+    coded 4000 1/16
+    matching 1000 512
+    variants 1000
+    each 4000 1/4
+    part 4000 'thinkv 1/(8|16)'
+    part 4000 'k4v2|int2'
+    coded 4000 1/32
+    each 4000 1/16
+    matching 2000 1024
+    variants 2000
+    part 4000 'thinkv, floor 2 1/32|thinkv, fitted .*'
     part 4000 'nvfp4|kivi[24]'
     part 4000 'thinkv, paper .*'
-    matching 4000 2048
-    variants 4000 1/8
     for level in 1000 2000 4000; do
+        part $level '.*, prompt not kept'
         each $level 1/2
         coded $level 1/4
     done
-    part 4000 '.*, prompt not kept'
+    for level in 1000 2000; do
+        fitted $level 1/2
+    done
+    variants 4000
+    matching 4000 2048
+    for size in '1/2 of the tokens' 1/2 1/4 1/8 '(1/16|1/32)'; do fitted 4000 "$size"; done
+    part 2000 'tam, int4 1/16'
 }
 
 chosen() {
@@ -124,9 +132,10 @@ is_done() { # PART: with these recipes
 answer() { # PART: in one process; one that is done is not looked at again
     local level=${1%% *} only=${1#* } batch=$BATCH left=$((END - $(date +%s))) started=$SECONDS code
     local place=$(place "$1")
-    if is_done "$1" || [ $left -le 15 ]; then return; fi
+    # What begins later has hardly a row when the time is over.
+    if is_done "$1" || [ $left -le $((level / 25 + 30)) ]; then return; fi
     # H2O adds up the attention of all of a prompt's tokens while it is read, which takes room.
-    [[ $1 == 4000*h2o* ]] && batch=$((batch < 64 ? batch : 64))
+    [[ $1 == 4000*h2o* ]] && batch=$((batch < 128 ? batch : 128))
     [ -z "$GPUS" ] || export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % COUNT + 1)) <<<"$GPUS")
     mkdir -p "$place"
     reasoning $left --levels "$level" --only "$only" --batch-size "$batch" --out "$place" \
