@@ -28,7 +28,7 @@ def compared(
         [answer] = kvjax.generate(lm, [prompt], **options)
         tokens = answer.tokens
     else:
-        tokens = lm.tokenizer.encode(text)
+        tokens = lm.tokenizer.encode(text, starts=False)
     return compare(
         lm,
         [*ids, *tokens],

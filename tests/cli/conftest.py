@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from kvjax.decode import main
 
@@ -17,17 +17,26 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama"
 END = "<|end|>"
 
 
-def _save_tokenizer(folder: pathlib.Path) -> None:
-    """One token a printable ASCII character; a line break is none of them."""
+def save_tokenizer(folder: pathlib.Path, *, begins: bool = False) -> None:
+    """One token a printable ASCII character; a line break is none of them.
+
+    Args:
+        folder: gets the tokenizer's files.
+        begins: let every text begin with ``END``.
+    """
     vocabulary = {chr(32 + i): i for i in range(95)} | {END: 95}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], fuse_unk=False))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{END} $A", special_tokens=[(END, 95)]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}a:",
-    }
+    } | ({"bos_token": END} if begins else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -38,7 +47,7 @@ def model(tmp_path_factory) -> pathlib.Path:
     shutil.copy(GOLDEN / "model.safetensors", folder)
     config = json.loads((GOLDEN / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return folder
 
 

@@ -361,7 +361,7 @@ def test_compared_on_a_given_text(decode, model, tmp_path):
     record = json.loads(outcome.out)
     quality = record["quality"]
     lm = kvjax.load(model)
-    text = lm.tokenizer.encode("one two three " * 9)
+    text = lm.tokenizer.encode("one two three " * 9, starts=False)
     assert quality["prompt_tokens"] == record["usage"]["prompt"]
     assert quality["tokens"] == record["usage"]["prompt"] + len(text)
     [asked] = kvjax.generate(lm, [prompt], max_new_tokens=1)
