@@ -21,7 +21,7 @@ INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
 def with_vocabulary(ledger: Ledger, lm: LanguageModel) -> Ledger:
     """The ledger with what the model's tokenizer says."""
     flags = _newlines(lm.tokenizer)
-    instruction = jnp.asarray(lm.tokenizer.encode(INSTRUCTION), jnp.int32)
+    instruction = jnp.asarray(lm.tokenizer.encode(INSTRUCTION, starts=False), jnp.int32)
     known = ledger.newlines.at[: len(flags)].set(flags)
     return dataclasses.replace(ledger, newlines=known, instruction=instruction)
 

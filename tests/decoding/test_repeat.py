@@ -8,11 +8,14 @@ import pytest
 
 import kvjax
 from kvjax.cache import init_cache, plan
+from kvjax.cache.ledger import empty_ledger
+from kvjax.decoding import notes
 from kvjax.decoding.prefill import prefill_chunk
 from kvjax.decoding.repeat import repeated_queries
 from kvjax.matching import AttentionMatching
 from kvjax.models.attention import add_sinks, causal_mask, masked_attention
 from tests.decoding import small
+from tests.test_tokenizer import make
 
 COUNT = 7  # queries, which no length here is a multiple of
 INSTRUCTION = (11, 12, 13)
@@ -70,3 +73,14 @@ def test_queries_are_those_of_one_pass(name):
         at = length + len(INSTRUCTION) + np.arange(COUNT) * length // COUNT
         for mine, theirs in zip(found, asked(model, [*prompt, *INSTRUCTION, *prompt]), strict=True):
             np.testing.assert_allclose(mine[row], theirs[at], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_instruction_begins_no_new_text(begins):
+    """It stands behind what the row has read, where no BOS belongs."""
+    tokenizer = make("gpt-2", add_bos_token=begins)
+    model = dataclasses.replace(small.lm(), tokenizer=tokenizer)
+    ledger = notes.with_vocabulary(empty_ledger(1, 8, tokenizer.vocab_size), model)
+    assert tokenizer.encode("")[:1] == [tokenizer.bos_id] * begins
+    assert tokenizer.decode(ledger.instruction.tolist()) == notes.INSTRUCTION
+    assert ledger.instruction[0] != tokenizer.bos_id
