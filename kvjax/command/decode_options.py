@@ -366,7 +366,8 @@ def decode_parser() -> argparse.ArgumentParser:
         description="Decode answers to prompts. Answers go to standard output, all else to "
         "standard error.",
         epilog="Exit codes: 0 done, 2 usage, input or output, 3 the model cannot be loaded, 4 does "
-        "not fit, 5 NaN or infinity, 6 some prompts failed, 130 interrupted.",
+        "not fit, 5 NaN or infinity, 6 some prompts or comparisons failed, "
+        "130 interrupted.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags win over it")
     parser.add_argument(

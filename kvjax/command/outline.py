@@ -15,7 +15,7 @@ from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
 from kvjax.command.recipe import flags_in_errors
 from kvjax.decoding.requests import check_sharing, read_prompt
-from kvjax.errors import KvjaxError
+from kvjax.errors import CapacityError, KvjaxError
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full
 from kvjax.sharding import check_mesh, copies, device_bytes, widened
@@ -72,15 +72,22 @@ class Outline:
         return self.request["prompt_tokens"]
 
 
-def outline(config: DecodeConfig, rows: list[Row]) -> Outline:
+def outline(config: DecodeConfig, rows: list[Row], text: str | None = None) -> Outline:
     """The outline of a run.
+
+    Args:
+        config: the options.
+        rows: the prompts.
+        text: of ``--compare-text``, if there is one.
 
     Raises:
         KvjaxError: the model's configuration or tokenizer cannot be read, or the only prompt,
-            unless it comes from a file of prompts.
+            unless it comes from a file of prompts; or the text fits behind no prompt.
     """
     lm = shape_of_model(config)
     lengths = prompt_lengths(lm, rows, config)
+    if text is not None and lengths:
+        _check_text(lm, text, min(lengths))
     together = min(config.batch_size, config.samples * len(lengths) or config.batch_size)
     request = {
         "config": lm.config,
@@ -112,6 +119,23 @@ def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeCon
             if not config.prompts:
                 raise
     return lengths
+
+
+def _check_text(lm: loading.LanguageModel, text: str, prompt: int) -> None:
+    """Refuse a text to compare on that a prompt of so many tokens leaves no room for.
+
+    Raises:
+        CapacityError: with the numbers.
+    """
+    tokens = len(lm.tokenizer.encode(text, starts=False))
+    context = lm.config.context_length
+    room = context - prompt
+    if tokens > room:
+        raise CapacityError(
+            f"--compare-text: the text has {tokens} tokens, and the model's context of {context} "
+            f"leaves {room} behind a prompt of {prompt} tokens: shorten the text by at least "
+            f"{tokens - room} tokens"
+        )
 
 
 def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.fit import allowed_memory, settled_recipe
-from kvjax.command.inputs import read_input
+from kvjax.command.inputs import read_answer, read_input
 from kvjax.command.outline import limits, outline
 from kvjax.command.output import print_out
 from kvjax.command.recipe import flags_in_errors, given_recipe
@@ -21,7 +21,8 @@ def show_plan(config: DecodeConfig) -> int:
     given_recipe(config)
     allowed = allowed_memory(config)
     has_prompt = config.prompts or config.prompt_file or config.prompt is not None
-    outlined = outline(config, read_input(config) if has_prompt else [])
+    rows = read_input(config) if has_prompt else []
+    outlined = outline(config, rows, read_answer(config))
     recipe = settled_recipe(config, outlined)
     with flags_in_errors():
         memory = allowed or device_memory()

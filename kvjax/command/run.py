@@ -130,14 +130,15 @@ class _Run:
         self._tell(clock.compile_s)
         if self.interrupts.requested():
             return INTERRUPTED
-        return ROWS_FAILED if any("error" in row for row in self.answers.records) else 0
+        return ROWS_FAILED if any(self._failures().values()) else 0
 
     def _settle(self) -> None:
         """Choose the recipe, where the run's size decides it, and refuse what cannot work."""
         config, memory = self.config, allowed_memory(self.config)
-        if self.recipe is not None and self.recipe.keeps_all and memory is None:
+        keeps_all = self.recipe is not None and self.recipe.keeps_all
+        if keeps_all and memory is None and self.text is None:
             return  # nothing to find out, and the library checks the memory
-        outlined = outline(config, self.rows)
+        outlined = outline(config, self.rows, self.text)
         self.recipe = settled_recipe(config, outlined)
         with flags_in_errors():
             planned = outlined.plan_of_longest(self.recipe, memory or device_memory())
@@ -225,9 +226,12 @@ class _Run:
         elif event.kind == "done":
             row = good[event.row]
             made = record(self.rows[row].id, event.result, self.load_s, fit=self.config.fit)
-            if self.config.compare and event.result.finish_reason not in ("error", "interrupted"):
-                made["quality"] = self._compare(row)
-            self._add(row, event.sample, made)
+            whole = event.result.finish_reason not in ("error", "interrupted")
+            try:
+                if self.config.compare and whole:
+                    made["quality"] = self._compare(row)
+            finally:  # whatever becomes of the comparison, there is an answer
+                self._add(row, event.sample, made)
             if self.config.trace and event.result.history is not None:
                 self._draw(event.result)
             keep(self.config, event.result)
@@ -248,9 +252,16 @@ class _Run:
             raise OutputError(f"--trace: {self.config.trace}: {error.strerror}") from error
 
     def _compare(self, row: int) -> dict:
+        """The record of a comparison; of one that fails, why."""
         self.progress.phase("comparing with the uncompressed run")
-        found = compared(self.lm, self.rows[row].prompt, self.recipe, self.config, self.text)
-        self.progress.clear()
+        try:
+            with flags_in_errors():
+                prompt = self.rows[row].prompt
+                found = compared(self.lm, prompt, self.recipe, self.config, self.text)
+        except KvjaxError as error:
+            return {"error": str(error)}
+        finally:
+            self.progress.clear()
         if self.config.answer_format == "text":
             say(table(found.rows()))
         return found.as_dict()
@@ -266,14 +277,24 @@ class _Run:
         self.answers.stream(event.text)
         self.progress.update(describe(self.phase, event.progress))
 
+    def _failures(self) -> dict[str, list[tuple[str | int, str]]]:
+        """Ids and errors, by what failed."""
+        rows = [(record["id"], record) for record in self.answers.records]
+        found = {
+            "prompts" if self.config.samples == 1 else "answers": rows,
+            "comparisons": [(name, record.get("quality", {})) for name, record in rows],
+        }
+        return {
+            what: [(name, part["error"]) for name, part in parts if "error" in part]
+            for what, parts in found.items()
+        }
+
     def _tell(self, compile_s: float) -> None:
         config, records = self.config, self.answers.records
-        failures = [row for row in records if "error" in row]
-        if failures:
-            first = failures[0]
-            what = "prompts" if config.samples == 1 else "answers"
-            message = f"{len(failures)} of {len(self.rows) * config.samples} {what} failed"
-            say(f"kvjax: {message}; the first has id {first['id']!r}: {first['error']}")
+        for what, found in self._failures().items():
+            if found:
+                message = f"{len(found)} of {len(self.rows) * config.samples} {what} failed"
+                say(f"kvjax: {message}; the first has id {found[0][0]!r}: {found[0][1]}")
         automatic = sys.stderr.isatty() and not config.quiet
         if automatic if config.stats is None else config.stats:
             say(
