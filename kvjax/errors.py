@@ -29,3 +29,9 @@ class NumericalError(KvjaxError):
     """NaN or infinity where a finite number is needed."""
 
     exit_code = 5
+
+
+class Interrupted(KvjaxError):
+    """What the caller asked to stop, where a part of it would be of no use."""
+
+    exit_code = 130

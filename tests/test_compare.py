@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import recipes
-from kvjax.compare import Comparison, compare, reference
+from kvjax.compare import Comparison, compare, feed, reference
 from kvjax.compare.scores import score
 from kvjax.decoding import chunk, forced
-from kvjax.errors import UsageError
+from kvjax.errors import CapacityError, Interrupted, UsageError
 from kvjax.models import decoder
 from tests.decoding import small
 
@@ -237,8 +237,38 @@ def test_something_must_be_read_and_something_scored(prompt):
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(UsageError, match="same length"):
         compare(small.lm(), [[1, 2, 3], [1]], recipe=ALL["full"], prompt_tokens=1)
-    with pytest.raises(UsageError, match="by_tick"):
-        run(ALL["full"], per_layer=True, by_tick=True)
+    for single in ({"per_layer": True}, {"kernel": "xla"}):
+        with pytest.raises(UsageError, match="by_tick"):
+            run(ALL["full"], by_tick=True, **single)
+    with pytest.raises(UsageError, match="kernel must be"):
+        run(ALL["full"], kernel="cudnn")
+    with pytest.raises(CapacityError, match=r"there are 4\.00 KiB"):
+        run(ALL["full"], memory_bytes=4096)
+
+
+@pytest.mark.usefixtures("mutable")
+def test_the_kernel_that_was_asked_for_is_the_one(monkeypatch):
+    def unable(*_, implementation, **__):
+        raise NotImplementedError(f"not {implementation}")
+
+    monkeypatch.setattr(chunk, "paged_attention", unable)
+    with pytest.raises(UsageError, match="kernel xla cannot do this: not xla"):
+        run(ALL["full"], kernel="xla")
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 2])
+def test_a_comparison_can_be_stopped(ticks, monkeypatch):
+    """Asked at first and before every tick, of which no other is fed then."""
+    fed, answers = [], iter([False] * (ticks + 1) + [True])
+
+    def counted(*args, **options):
+        fed.append(options)
+        return forced.force_chunk(*args, **options)
+
+    monkeypatch.setattr(feed, "force_chunk", counted)
+    with pytest.raises(Interrupted, match="interrupted"):
+        run(ALL["full"], should_stop=lambda: next(answers))
+    assert len(fed) == ticks
 
 
 @pytest.mark.slow

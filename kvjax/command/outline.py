@@ -17,7 +17,7 @@ from kvjax.command.recipe import flags_in_errors
 from kvjax.decoding.requests import check_sharing, read_prompt
 from kvjax.errors import CapacityError, KvjaxError
 from kvjax.models.decoder import Decoder
-from kvjax.recipes import Recipe, full
+from kvjax.recipes import Recipe, full, parse
 from kvjax.sharding import check_mesh, copies, device_bytes, widened
 from kvjax.weights.gguf import GGUFCheckpoint
 
@@ -32,11 +32,13 @@ class Outline:
         request: arguments of ``kvjax.cache.plan`` beside the recipe and the memory.
         lengths: tokens of the prompts that can be read.
         copies: devices that hold the same KV head.
+        text: tokens of the text that rows are compared on, if one is given.
     """
 
     request: dict[str, Any]
     lengths: list[int]
     copies: int = 1
+    text: int | None = None
 
     def plan(self, recipe: Recipe, memory_bytes: int | None = None) -> Plan:
         """The plan of a recipe.
@@ -62,6 +64,26 @@ class Outline:
         config, new = self.request["config"], self.request["max_new_tokens"]
         return plan_of_longest(config, self.lengths or [self.prompt_tokens], new, planned)[1]
 
+    def check_comparison(
+        self, config: DecodeConfig, recipe: Recipe, memory_bytes: int | None
+    ) -> None:
+        """Refuse a comparison that no prompt leaves room for.
+
+        Raises:
+            CapacityError: the answer without compression, or the text, does not fit.
+        """
+        request = self.request | {"batch_size": 1}
+        what, advice = "the answer without compression", "a --compare-text"
+        if self.text is None:
+            recipe = parse("full", page_size=config.page_size)
+        else:  # each device has all of the cache then
+            what, advice = "the text", "a shorter text"
+            request |= {"max_new_tokens": self.text, "tp": 1}
+        try:
+            dataclasses.replace(self, request=request).plan_of_longest(recipe, memory_bytes)
+        except CapacityError as error:
+            raise CapacityError(f"--compare full: {what}: {error}, or {advice}") from error
+
     def least_budget(self, recipe: Recipe) -> int:
         """The smallest budget that the run can keep to."""
         return least_budget(recipe, self.prompt_tokens, self.request["max_new_tokens"])
@@ -86,8 +108,9 @@ def outline(config: DecodeConfig, rows: list[Row], text: str | None = None) -> O
     """
     lm = shape_of_model(config)
     lengths = prompt_lengths(lm, rows, config)
+    answer = None
     if text is not None and lengths:
-        _check_text(lm, text, min(lengths))
+        answer = _checked_text(lm, text, min(lengths))
     together = min(config.batch_size, config.samples * len(lengths) or config.batch_size)
     request = {
         "config": lm.config,
@@ -99,7 +122,7 @@ def outline(config: DecodeConfig, rows: list[Row], text: str | None = None) -> O
         "dtype": lm.dtype,
         "parameter_bytes": device_bytes(lm.model, config.tp),
     }
-    return Outline(request, lengths, lm.copies)
+    return Outline(request, lengths, lm.copies, answer)
 
 
 def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeConfig) -> list[int]:
@@ -121,11 +144,11 @@ def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeCon
     return lengths
 
 
-def _check_text(lm: loading.LanguageModel, text: str, prompt: int) -> None:
-    """Refuse a text to compare on that a prompt of so many tokens leaves no room for.
+def _checked_text(lm: loading.LanguageModel, text: str, prompt: int) -> int:
+    """Tokens of a text to compare on.
 
     Raises:
-        CapacityError: with the numbers.
+        CapacityError: a prompt of so many tokens leaves no room for it.
     """
     tokens = len(lm.tokenizer.encode(text, starts=False))
     context = lm.config.context_length
@@ -136,6 +159,7 @@ def _check_text(lm: loading.LanguageModel, text: str, prompt: int) -> None:
             f"leaves {room} behind a prompt of {prompt} tokens: shorten the text by at least "
             f"{tokens - room} tokens"
         )
+    return tokens
 
 
 def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:

@@ -32,7 +32,7 @@ from kvjax.report.answers import Answers
 from kvjax.report.footer import footer
 from kvjax.report.process import process_start
 from kvjax.report.progress import ProgressLine, describe
-from kvjax.report.record import failed, record
+from kvjax.report.record import failed, failures, record
 from kvjax.report.say import say
 from kvjax.report.trace import draw
 from kvjax.report.units import size, table
@@ -130,18 +130,20 @@ class _Run:
         self._tell(clock.compile_s)
         if self.interrupts.requested():
             return INTERRUPTED
-        return ROWS_FAILED if any(self._failures().values()) else 0
+        return ROWS_FAILED if any(failures(self.answers.records)) else 0
 
     def _settle(self) -> None:
         """Choose the recipe, where the run's size decides it, and refuse what cannot work."""
         config, memory = self.config, allowed_memory(self.config)
         keeps_all = self.recipe is not None and self.recipe.keeps_all
-        if keeps_all and memory is None and self.text is None:
+        if keeps_all and memory is None and config.compare is None:
             return  # nothing to find out, and the library checks the memory
         outlined = outline(config, self.rows, self.text)
         self.recipe = settled_recipe(config, outlined)
         with flags_in_errors():
             planned = outlined.plan_of_longest(self.recipe, memory or device_memory())
+            if config.compare is not None:
+                outlined.check_comparison(config, self.recipe, memory or device_memory())
         at_once, rows = planned.geometry.longest, outlined.request["batch_size"]
         if at_once is not None and at_once < rows and not config.quiet:
             say(
@@ -256,8 +258,8 @@ class _Run:
         self.progress.phase("comparing with the uncompressed run")
         try:
             with flags_in_errors():
-                prompt = self.rows[row].prompt
-                found = compared(self.lm, prompt, self.recipe, self.config, self.text)
+                prompt, stop = self.rows[row].prompt, self.interrupts.requested
+                found = compared(self.lm, prompt, self.recipe, self.config, self.text, stop)
         except KvjaxError as error:
             return {"error": str(error)}
         finally:
@@ -277,21 +279,10 @@ class _Run:
         self.answers.stream(event.text)
         self.progress.update(describe(self.phase, event.progress))
 
-    def _failures(self) -> dict[str, list[tuple[str | int, str]]]:
-        """Ids and errors, by what failed."""
-        rows = [(record["id"], record) for record in self.answers.records]
-        found = {
-            "prompts" if self.config.samples == 1 else "answers": rows,
-            "comparisons": [(name, record.get("quality", {})) for name, record in rows],
-        }
-        return {
-            what: [(name, part["error"]) for name, part in parts if "error" in part]
-            for what, parts in found.items()
-        }
-
     def _tell(self, compile_s: float) -> None:
         config, records = self.config, self.answers.records
-        for what, found in self._failures().items():
+        whats = "prompts" if config.samples == 1 else "answers", "comparisons"
+        for what, found in zip(whats, failures(records), strict=True):
             if found:
                 message = f"{len(found)} of {len(self.rows) * config.samples} {what} failed"
                 say(f"kvjax: {message}; the first has id {found[0][0]!r}: {found[0][1]}")

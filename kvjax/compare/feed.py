@@ -1,6 +1,7 @@
 """Given tokens, fed to a compressed cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ from kvjax.compare.uncached import Reference, reference
 from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import force_chunk, force_together, held
+from kvjax.decoding.kernel import check_kernel, kernel_in_errors
 from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import prefill_prompts, seed_bits
 from kvjax.decoding.requests import check_model
-from kvjax.errors import UsageError
+from kvjax.errors import Interrupted, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.memory import device_memory
 from kvjax.models.decoder import Decoder
@@ -36,6 +38,9 @@ def compare(
     seed: int = 0,
     per_layer: bool = False,
     by_tick: bool = False,
+    kernel: Literal["mosaic", "triton", "xla"] | None = None,
+    memory_bytes: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
     """Feed given tokens to a compressed cache and to none, and compare what each would say next.
 
@@ -58,13 +63,23 @@ def compare(
         by_tick: read the tokens of a tick together. The same up to rounding (which may decide
             between two tokens that a selector finds equally good), without the decoder's own
             program, and several times as fast.
+        kernel: as for ``kvjax.stream``; of the side with the cache.
+        memory_bytes: what weights, cache and reading prompts may take; None: what the device has.
+            On a mesh that is what each device may: each has the whole cache here.
+        should_stop: asked before every tick of tokens; True ends the comparison.
 
     Raises:
-        UsageError: tokens or ``prompt_tokens`` cannot be used, or ``per_layer`` with ``by_tick``.
+        UsageError: tokens, ``prompt_tokens`` or ``kernel`` cannot be used, or ``per_layer`` or
+            ``kernel`` with ``by_tick``.
         CapacityError: the rows exceed the model's context or the memory.
+        Interrupted: by ``should_stop``.
     """
     if per_layer and by_tick:
         raise UsageError("per_layer looks into single steps: leave out by_tick")
+    if kernel is not None and by_tick:
+        raise UsageError(f"kernel {kernel} computes single steps: leave out by_tick")
+    check_kernel(kernel, recipe)
+    _go_on(should_stop)
     if not isinstance(tokens, Reference):
         if prompt_tokens is None:
             raise UsageError("prompt_tokens says how many of the tokens are a prompt: pass it")
@@ -78,18 +93,19 @@ def compare(
     check_model(recipe, lm)
     ids, prompt_tokens = tokens.ids, tokens.prompt_tokens
     rows, total = ids.shape
-    planned = _plan(lm, recipe, rows, prompt_tokens, total)
+    planned = _plan(lm, recipe, rows, prompt_tokens, total, memory_bytes)
     recipe = planned.recipe
     scores = Scores(lm, tokens, planned)
     prompts = ids[:, :prompt_tokens].tolist()
     cache, logits = prefill_prompts(lm, empty_cache(lm, planned.geometry), prompts, recipe, seed)
     scores.add(logits[None], held(cache))
     compressing = Phases(lm, ids, prompt_tokens, recipe)
-    _feed(lm, cache, scores, compressing, recipe, seed, per_layer=per_layer, by_tick=by_tick)
+    how = {"per_layer": per_layer, "by_tick": by_tick, "kernel": kernel}
+    _feed(lm, cache, scores, compressing, recipe, seed, should_stop, **how)
     return scores.result(recipe)
 
 
-def _plan(lm: LanguageModel, recipe: Recipe, rows: int, prompt: int, total: int) -> Plan:
+def _plan(lm, recipe: Recipe, rows: int, prompt: int, total: int, memory: int | None) -> Plan:
     planned = plan(
         lm.config,
         recipe,
@@ -98,13 +114,30 @@ def _plan(lm: LanguageModel, recipe: Recipe, rows: int, prompt: int, total: int)
         max_new_tokens=total - prompt,
         dtype=lm.dtype,
         parameter_bytes=lm.nbytes,
-        memory_bytes=device_memory(),
+        memory_bytes=device_memory() if memory is None else memory,
     )
     planned.check()
     return planned
 
 
-def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_tick: bool) -> None:
+def _go_on(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise Interrupted("the comparison was interrupted")
+
+
+def _feed(
+    lm,
+    cache,
+    scores,
+    compressing,
+    recipe,
+    seed,
+    should_stop,
+    *,
+    per_layer: bool,
+    by_tick: bool,
+    kernel: str | None,
+) -> None:
     """Feed a tick of tokens at a time; the last token is not fed, it has nothing to predict."""
     ids, prompt = scores.ids, scores.prompt
     rows, total = ids.shape
@@ -112,6 +145,7 @@ def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_t
     left = jnp.full(rows, fed, jnp.int32)
     state = DecodeState(cache, jnp.asarray(ids[:, prompt]), left, jnp.ones(rows, bool))
     for done in range(0, fed, steps):
+        _go_on(should_stop)
         if not recipe.keeps_all:
             state = maintain(
                 state,
@@ -129,14 +163,16 @@ def _feed(lm, cache, scores, compressing, recipe, seed, *, per_layer: bool, by_t
             now = held(state.cache)
             scores.add(_logits(lm.model, hidden.swapaxes(0, 1)), now, count)
             continue
-        state, logits, layers, now = force_chunk(
-            lm.model,
-            state,
-            jnp.asarray(tokens.T),
-            width=bucket(max(prompt + done + steps, NARROWEST)),
-            recipe=recipe,
-            with_layers=per_layer,
-        )
+        with kernel_in_errors(kernel):
+            state, logits, layers, now = force_chunk(
+                lm.model,
+                state,
+                jnp.asarray(tokens.T),
+                width=bucket(max(prompt + done + steps, NARROWEST)),
+                recipe=recipe,
+                with_layers=per_layer,
+                kernel=kernel,
+            )
         scores.add(logits, now, count, layers)
 
 

@@ -15,6 +15,7 @@ from kvjax.decoding.prefill import begin, read_layers
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import rms_norm
 from kvjax.recipes import Recipe
+from pallas_kernels.paged_attention.api import Implementation
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +31,9 @@ class Held:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("width", "recipe", "with_layers"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("width", "recipe", "with_layers", "kernel"),
+    donate_argnames=("state",),
 )
 def force_chunk(
     model: Decoder,
@@ -40,6 +43,7 @@ def force_chunk(
     width: int | None,
     recipe: Recipe,
     with_layers: bool = False,
+    kernel: Implementation | None = None,
 ) -> tuple[DecodeState, Float[Array, "N B V"], Float[Array, "N L B Hq D"] | None, Held]:
     """``decode_chunk``, but for where the tokens come from: one step for each of ``tokens``.
 
@@ -47,6 +51,7 @@ def force_chunk(
         state: donated. ``left`` says how many of the tokens are real; ``token`` is not looked at.
         width: as for ``decode_chunk``.
         with_layers: whether every layer's attention output is returned too.
+        kernel: as for ``decode_chunk``.
 
     Returns:
         The state, the float32 logits after every token, the outputs, and what the rows hold.
@@ -57,7 +62,9 @@ def force_chunk(
     def step(state, token):
         tap = [] if with_layers else None
         active = state.left > 0
-        logits, cache = decode_token(model, state.cache, token, active, width, recipe, tap)
+        logits, cache = decode_token(
+            model, state.cache, token, active, width, recipe, tap, kernel=kernel
+        )
         left = jnp.maximum(state.left - 1, 0)
         finite = state.finite & (jnp.isfinite(logits).all(-1) | ~active)
         layers = None if tap is None else jnp.stack(tap)

@@ -21,12 +21,13 @@ from kvjax.decoding.fill import (
     park_prompt,
     sampling_of,
 )
+from kvjax.decoding.kernel import kernel_in_errors
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import seed_bits
 from kvjax.decoding.requests import Options, Request
 from kvjax.decoding.resume import conversation, resume
 from kvjax.decoding.sampling import Sampling
-from kvjax.errors import NumericalError, UsageError
+from kvjax.errors import NumericalError
 from kvjax.loading import LanguageModel
 from kvjax.sharding import groups, on
 
@@ -253,7 +254,7 @@ def _decode(
     Raises:
         UsageError: the kernel that was asked for cannot do it.
     """
-    try:
+    with kernel_in_errors(options.kernel):
         return decode_chunk(
             lm.model,
             state,
@@ -264,8 +265,6 @@ def _decode(
             kernel=options.kernel,
             **shape,
         )
-    except NotImplementedError as error:
-        raise UsageError(f"kernel {options.kernel} cannot do this: {error}") from error
 
 
 def _reach(flight: Flight, steps: int) -> int:

@@ -8,11 +8,11 @@ from types import NoneType
 
 from kvjax.compress.selectors import Streaming
 from kvjax.decoding.conversation import Conversation
+from kvjax.decoding.kernel import check_kernel
 from kvjax.errors import CapacityError, KvjaxError, ModelError, UsageError
 from kvjax.loading import LanguageModel
 from kvjax.recipes import Recipe
 from kvjax.sharding import shards
-from pallas_kernels.paged_attention.api import missing_device
 
 LONGEST_CHUNK = 4096
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -109,14 +109,7 @@ class Options:
             raise UsageError(f"stop_ids must be token ids, got {self.stop_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise UsageError(f"stop_texts must be texts, none empty, got {self.stop_texts!r}")
-        if self.kernel not in (None, "mosaic", "triton", "xla"):
-            raise UsageError(f"kernel must be None, mosaic, triton or xla, got {self.kernel!r}")
-        if missing := missing_device(self.kernel):
-            raise UsageError(f"kernel {self.kernel} {missing}: leave it out")
-        lacks = "tells no slot's attention" if self.recipe.needs_mass else None
-        lacks = "reads no latents" if self.recipe.projector is not None else lacks
-        if self.kernel == "mosaic" and lacks:
-            raise UsageError(f"kernel mosaic {lacks}, which this method needs: leave it out")
+        check_kernel(self.kernel, self.recipe)
 
 
 def with_special_stops(lm: LanguageModel, options: Options) -> Options:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.decoding.events import Result
@@ -43,3 +44,12 @@ def record(
 def failed(name: str | int, error: str) -> dict[str, Any]:
     """The record of a prompt that was not decoded."""
     return {"id": name, "text": "", "reasoning": None, "finish_reason": "error", "error": error}
+
+
+def failures(records: Sequence[dict[str, Any]]) -> tuple[list[tuple[str | int, str]], ...]:
+    """Ids and errors of the answers that failed, and of the comparisons that did."""
+    parts = [(record["id"], record, record.get("quality", {})) for record in records]
+    return (
+        [(name, answer["error"]) for name, answer, _ in parts if "error" in answer],
+        [(name, quality["error"]) for name, _, quality in parts if "error" in quality],
+    )

@@ -114,6 +114,47 @@ def test_a_text_that_fits_behind_no_prompt_is_refused_at_once(
         assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_comparison_is_made_as_the_run_is(decode, text, answered, monkeypatch, given, tmp_path):
+    """Of its memory, with its kernel, until its interrupt, and without keeping a cache."""
+    asked = []
+
+    def generate(lm, prompts, **options):
+        asked.append(options)
+        return [kvjax.Result("answer", (1,) * 6, "length", 10)]
+
+    def compare(lm, tokens, **options):
+        asked.append(options)
+        raise kvjax.UsageError("enough")
+
+    monkeypatch.setattr(kvjax, "generate", generate)
+    monkeypatch.setattr(quality, "compare", compare)
+    argv = ["-p", "hello", *COMPARE, "--kernel", "xla", "--memory", "1GiB"]
+    argv += ["--compare-text", text(20)] if given else ["--save-cache", tmp_path / "cache"]
+    assert decode(*argv).code == 6
+    assert len(asked) == 2 - given
+    for options in asked:
+        assert options["memory_bytes"] == 1 << 30 and options["kernel"] == "xla"
+        assert options["should_stop"]() is False
+    assert not asked[0].get("keep_cache")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_no_comparison_has_the_memory_for_is_refused_at_once(decode, text, monkeypatch, given):
+    monkeypatch.setattr(kvjax, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    argv = ["-p", "hello", "--memory", "1MiB", "--compare", "full"]
+    if given:
+        argv += ["--compare-text", text(3000), "--max-new-tokens", 6]
+    else:
+        argv += ["--method", "streaming", "--kv-budget", 64, "--max-new-tokens", 3000]
+    outcome = decode(*argv)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (4, "", 1)
+    what = "the text" if given else "the answer without compression"
+    assert outcome.err.startswith(f"kvjax: --compare full: {what}: 1 row of 3016 tokens need")
+    advice = "a shorter text" if given else "a --compare-text"
+    assert outcome.err.endswith(f"or {advice}\n")
+
+
 def test_no_beginning_of_sequence_stands_before_a_given_answer(model, tmp_path, monkeypatch):
     for name in ("model.safetensors", "config.json"):
         shutil.copy(model / name, tmp_path)
