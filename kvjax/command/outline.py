@@ -14,7 +14,9 @@ from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
 from kvjax.command.recipe import flags_in_errors
+from kvjax.decoding.conversation import Conversation
 from kvjax.decoding.requests import check_sharing, read_prompt
+from kvjax.decoding.saved import skim_cache
 from kvjax.errors import CapacityError, KvjaxError
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe, full, parse
@@ -30,15 +32,18 @@ class Outline:
 
     Attributes:
         request: arguments of ``kvjax.cache.plan`` beside the recipe and the memory.
-        lengths: tokens of the prompts that can be read.
+        lengths: tokens of the prompts that can be read; of a conversation and its next turn.
         copies: devices that hold the same KV head.
         text: tokens of the text that rows are compared on, if one is given.
+        since: tokens of a conversation and its next turn behind its first prompt: they are kept as
+            an answer is.
     """
 
     request: dict[str, Any]
     lengths: list[int]
     copies: int = 1
     text: int | None = None
+    since: int = 0
 
     def plan(self, recipe: Recipe, memory_bytes: int | None = None) -> Plan:
         """The plan of a recipe.
@@ -62,7 +67,8 @@ class Outline:
             return sized.plan(recipe, memory_bytes)
 
         config, new = self.request["config"], self.request["max_new_tokens"]
-        return plan_of_longest(config, self.lengths or [self.prompt_tokens], new, planned)[1]
+        prompts = [length - self.since for length in self.lengths]
+        return plan_of_longest(config, prompts or [self.prompt_tokens], new, planned)[1]
 
     def check_comparison(
         self, config: DecodeConfig, recipe: Recipe, memory_bytes: int | None
@@ -107,26 +113,42 @@ def outline(config: DecodeConfig, rows: list[Row], text: str | None = None) -> O
             unless it comes from a file of prompts; or the text fits behind no prompt.
     """
     lm = shape_of_model(config)
-    lengths = prompt_lengths(lm, rows, config)
+    past = _saved(config)
+    lengths = prompt_lengths(lm, rows, config, past)
     answer = None
     if text is not None and lengths:
         answer = _checked_text(lm, text, min(lengths))
+    since = 0 if past is None else lengths[0] - past.prompt
     together = min(config.batch_size, config.samples * len(lengths) or config.batch_size)
     request = {
         "config": lm.config,
         "batch_size": -(-together // config.dp),
         "tp": config.tp,
         "parks": config.samples > 1,
-        "prompt_tokens": max(lengths, default=1),
-        "max_new_tokens": config.max_new_tokens,
+        "prompt_tokens": max(lengths, default=1) - since,
+        "max_new_tokens": config.max_new_tokens + since,
         "dtype": lm.dtype,
         "parameter_bytes": device_bytes(lm.model, config.tp),
     }
-    return Outline(request, lengths, lm.copies, answer)
+    return Outline(request, lengths, lm.copies, answer, since)
 
 
-def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeConfig) -> list[int]:
-    """Tokens of every prompt that can be read.
+def _saved(config: DecodeConfig) -> Conversation | None:
+    """What ``--load-cache`` names, if anything, but for what its cache holds.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if config.load_cache is None:
+        return None
+    with flags_in_errors():
+        return skim_cache(config.load_cache)
+
+
+def prompt_lengths(
+    lm: loading.LanguageModel, rows: list[Row], config: DecodeConfig, past: Conversation | None
+) -> list[int]:
+    """Tokens of every prompt that can be read, those of what it goes on from among them.
 
     Raises:
         KvjaxError: the only prompt cannot, unless it comes from a file of prompts.
@@ -134,10 +156,10 @@ def prompt_lengths(lm: loading.LanguageModel, rows: list[Row], config: DecodeCon
     options = prompt_options(config, full())
     lengths = []
     for row in rows:
-        if not row.prompt:
+        if row.prompt is None:
             continue
         try:
-            lengths.append(len(read_prompt(lm, 0, row.prompt, options).ids))
+            lengths.append(len(read_prompt(lm, 0, row.prompt, options, past).ids))
         except KvjaxError:
             if not config.prompts:
                 raise
@@ -168,13 +190,14 @@ def limits(config: DecodeConfig, context: int, lengths: list[int]) -> list[str]:
     Args:
         config: the options; a batch size that is the default is nobody's wish.
         context: tokens that the model's context holds.
-        lengths: tokens of the prompts.
+        lengths: tokens of the prompts, as ``prompt_lengths`` counts them.
     """
     found, longest = [], max(lengths, default=1)
     if config.max_new_tokens > context - longest:
+        what = "the longest prompt" if config.load_cache is None else "what has been read"
         found.append(
             f"--max-new-tokens {config.max_new_tokens}: the model's context of {context} tokens "
-            f"leaves {context - longest} beside the longest prompt"
+            f"leaves {context - longest} beside {what}"
         )
     answers = len(lengths) * config.samples
     if lengths and config.batch_size > answers and config.batch_size != _BATCH_SIZE:

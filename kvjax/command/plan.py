@@ -20,7 +20,9 @@ def show_plan(config: DecodeConfig) -> int:
     """
     given_recipe(config)
     allowed = allowed_memory(config)
-    has_prompt = config.prompts or config.prompt_file or config.prompt is not None
+    has_prompt = (
+        config.prompts or config.prompt_file or config.load_cache or config.prompt is not None
+    )
     rows = read_input(config) if has_prompt else []
     outlined = outline(config, rows, read_answer(config))
     recipe = settled_recipe(config, outlined)

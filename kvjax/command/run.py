@@ -214,7 +214,7 @@ class _Run:
     def _tell_limits(self, lm: kvjax.LanguageModel) -> None:
         if self.config.quiet:
             return
-        lengths = prompt_lengths(lm, self.rows, self.config)
+        lengths = prompt_lengths(lm, self.rows, self.config, self.past)
         self.progress.clear()
         for line in limits(self.config, lm.config.context_length, lengths):
             say(f"kvjax: {line}")

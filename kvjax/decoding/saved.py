@@ -1,12 +1,13 @@
 """A conversation in one safetensors file."""
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.cache import init_cache, plan
 from kvjax.cache.checked import check_counters, check_row
-from kvjax.cache.packed import named
+from kvjax.cache.packed import COUNTERS, named
 from kvjax.decoding.conversation import Conversation, check_made_with, made_with
 from kvjax.errors import UsageError
 from kvjax.files import write_atomically
@@ -68,30 +69,60 @@ def load_cache(
         UsageError: it cannot be read, is damaged, or was made with another model, dtype or recipe.
     """
     recipe = recipe or full()
-    try:
+    with _path_in_errors(path):
         metadata, tensors = _read(pathlib.Path(path))
         facts = _facts(metadata)
         check_made_with(facts, lm, recipe)
         if _digest(tensors, metadata) != facts["sha256"]:
             raise UsageError("it is damaged: its content is not what was written; copy it again")
-        tokens = tensors.pop(_TOKENS, np.zeros(0, np.int32)).tolist()
-        made = {name: facts[name] for name in ("answered", "fingerprint", "model", "dtype")}
-        found = Conversation(tuple(tokens), recipe=recipe, row=tensors, **made)
+        found = _conversation(facts, tensors, recipe)
         _check(found, lm)
-    except UsageError as error:
-        reason = str(error).removeprefix("cache: ")
-        raise UsageError(f"cache: {os.fspath(path)}: {reason}") from error
     return found
 
 
-def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def skim_cache(path: str | os.PathLike, *, recipe: Recipe | None = None) -> Conversation:
+    """Read of a saved conversation how long it is, and not what its cache holds: to plan with.
+
+    Args:
+        path: as for ``load_cache``.
+        recipe: as for ``load_cache``; that the conversation was kept so is not looked at.
+
+    Raises:
+        UsageError: it cannot be read, or its numbers contradict each other.
+    """
+    with _path_in_errors(path):
+        metadata, tensors = _read(pathlib.Path(path), (_TOKENS, *COUNTERS))
+        found = _conversation(_facts(metadata), tensors, recipe or full())
+        _check_length(found)
+    return found
+
+
+@contextlib.contextmanager
+def _path_in_errors(path: str | os.PathLike) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        reason = str(error).removeprefix("cache: ")
+        raise UsageError(f"cache: {os.fspath(path)}: {reason}") from error
+
+
+def _conversation(facts: Mapping[str, Any], tensors: dict, recipe: Recipe) -> Conversation:
+    tokens = tensors.pop(_TOKENS, np.zeros(0, np.int32)).tolist()
+    made = {name: facts[name] for name in ("answered", "fingerprint", "model", "dtype")}
+    return Conversation(tuple(tokens), recipe=recipe, row=tensors, **made)
+
+
+def _read(
+    path: pathlib.Path, names: Collection[str] | None = None
+) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """The metadata, and the tensors of these names, or all."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with safe_open(path, framework="np") as file:
-            return file.metadata() or {}, {
-                name: file.get_tensor(name) for name in sorted(file.keys())
-            }
+            held = sorted(file.keys())
+            wanted = [name for name in held if names is None or name in names]
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in wanted}
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"it cannot be read: {reason}") from error
@@ -120,14 +151,11 @@ def _check(conversation: Conversation, lm: LanguageModel) -> None:
     Raises:
         UsageError: saying what it is.
     """
+    _check_length(conversation)
     row, recipe = conversation.row, conversation.recipe
-    check_counters(row)
     count, context = len(conversation.tokens), lm.config.context_length
-    if count != conversation.length + 1 or count > context:
-        raise UsageError(
-            f"it has {count} tokens, of which the cache has read {conversation.length}, with a "
-            f"context of {context}"
-        )
+    if count > context:
+        raise UsageError(f"it has {count} tokens, with a context of {context}")
     if not all(0 <= token < lm.config.vocab_size for token in conversation.tokens):
         raise UsageError(f"it has tokens beyond the model's {lm.config.vocab_size}")
     if not 0 <= conversation.answered <= count - conversation.prompt:
@@ -145,6 +173,18 @@ def _check(conversation: Conversation, lm: LanguageModel) -> None:
     whole = jax.eval_shape(lambda: named(init_cache(planned.geometry)))
     forgets = recipe.retention is None or recipe.retention.forget
     check_row(row, whole, forgets=forgets)
+
+
+def _check_length(conversation: Conversation) -> None:
+    """Refuse numbers of tokens that contradict each other.
+
+    Raises:
+        UsageError: with the numbers.
+    """
+    check_counters(conversation.row)
+    count, length = len(conversation.tokens), conversation.length
+    if count != length + 1:
+        raise UsageError(f"it has {count} tokens, of which the cache has read {length}")
 
 
 def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:

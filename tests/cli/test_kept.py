@@ -1,8 +1,15 @@
 """``--save-cache`` and ``--load-cache``."""
 
+import importlib
 import json
 
 import pytest
+
+import kvjax
+from kvjax.command.decode_options import DecodeConfig
+from kvjax.command.outline import outline
+from kvjax.command.prompts import Row
+from kvjax.recipes import full
 
 PROMPT = ("-p", "Tell me a story.", "--method", "uniform", "--page-size", "16", "--greedy")
 REST = ("--method", "uniform", "--page-size", "16", "--greedy")
@@ -56,6 +63,40 @@ def load(decode, saved):
     return run
 
 
+SAVED, TURN, CONTEXT = len("u:Hello|a:") + 4, len("|u:x|a:"), 1 << 16
+
+
+@pytest.mark.parametrize("plan", [True, False])
+@pytest.mark.parametrize(("argv", "read"), [(("-p", "x"), SAVED + TURN), ((), SAVED)])
+def test_what_was_read_counts_in_the_context(decode, saved, monkeypatch, plan, argv, read):
+    monkeypatch.setattr(kvjax, "stream", lambda *_, **__: iter(()))
+    room = CONTEXT - read
+    argv = [*argv, "--load-cache", saved, *(["--plan"] if plan else []), "--max-new-tokens"]
+    assert decode(*argv, room).err == ""
+    assert decode(*argv, room + 1).err == (
+        f"kvjax: --max-new-tokens {room + 1}: the model's context of {CONTEXT} tokens leaves "
+        f"{room} beside what has been read\n"
+    )
+
+
+@pytest.mark.parametrize("argv", [("-p", "x"), ()])
+def test_a_run_is_planned_as_it_is(decode, model, saved, monkeypatch, argv):
+    """With what has been read, which makes it more than a page long, before weights load."""
+    planned, new = [], 45
+    module = importlib.import_module("kvjax.decoding.generate")
+    monkeypatch.setattr(module, "decode_all", lambda *args, **_: planned.append(args[2]) or ())
+    how = ("--load-cache", saved, "--max-new-tokens", new)
+    assert decode(*argv, *how).code == 0
+    config = DecodeConfig(model=str(model), load_cache=str(saved), max_new_tokens=new)
+    found = outline(config, [Row(1, argv[1] if argv else [])]).plan(full())
+    assert found.geometry == planned[0].geometry
+    monkeypatch.setattr(kvjax, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    lines = decode(*argv, *how, "--plan").out
+    assert f"{found.tokens}" in next(line for line in lines.splitlines() if "tokens a row" in line)
+    short = decode(*argv, *how, "--memory", found.nbytes - 1)
+    assert short.code == 4 and f"1 row of {found.tokens} tokens" in short.err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -78,10 +119,11 @@ def test_no_cache_is_one_line(decode, saved, tmp_path):
     cut = tmp_path / "cut"
     cut.write_bytes(saved.read_bytes()[:-1])
     for path in (cut, tmp_path / "none", tmp_path):
-        outcome = decode("--load-cache", path, "-p", "x")
-        assert outcome.code == 2 and outcome.out == ""
-        assert outcome.err.startswith(f"kvjax: --load-cache: {path}: it cannot be read")
-        assert outcome.err.count("\n") == 1
+        for more in ((), ("--plan",), ("--memory", "1GiB")):
+            outcome = decode("--load-cache", path, "-p", "x", *more)
+            assert outcome.code == 2 and outcome.out == ""
+            assert outcome.err.startswith(f"kvjax: --load-cache: {path}: it cannot be read")
+            assert outcome.err.count("\n") == 1
 
 
 def test_where_it_cannot_be_saved(decode, load, saved, tmp_path):

@@ -49,6 +49,15 @@ def test_what_is_saved_is_loaded(path):
     same(load(path), kept())
 
 
+def test_how_long_it_is_takes_no_pages(path):
+    found, whole = saved.skim_cache(path, recipe=FULL), load(path)
+    assert found == whole and (found.length, found.prompt) == (whole.length, whole.prompt)
+    assert sorted(found.row) == ["crowded", "length", "prompt", "stored"]
+    rewritten(path, put("length", (), 39))
+    with pytest.raises(kvjax.UsageError, match=f"cache: {path}: .*has read 39"):
+        saved.skim_cache(path)
+
+
 def test_free_pages_are_not_stored(path):
     """24 + 16 tokens are three pages a head, whatever was planned."""
     assert kept().row["0.0.k"].shape == (2 * 3, 16, 8)
