@@ -139,7 +139,7 @@ def revalue(
     index: int,
     pages: Int[Array, "B Hkv T"],
     slots: Int[Array, "B Hkv T"],
-    v: Float[Array, "B Hkv T D"],
+    v: Float[Array, "B Hkv T D"] | None,
     bias: Float[Array, "B Hkv T"],
 ) -> LayerCache:
     """Give tokens of a class other values and biases, in place; their keys stay as they are.
@@ -148,24 +148,25 @@ def revalue(
         index: the class, none whose tokens share scales.
         pages: where they are; the scratch page for what is no token.
         slots: the slot in the page.
-        v: values as the model knows them.
+        v: values as the model knows them; None: they stay as they are.
         bias: log-mass.
     """
     pool, codec = layer.pools[index], layer.codecs[index]
     there = pages != SCRATCH_PAGE
-    v = jnp.where(there[..., None], v, 0)
-    if codec.rotate:
-        v = code_values(codec, v)
-    coded = codec.v.encode(v)
-    parts = {"v": coded.codes.astype(pool.v.dtype), "v_scale": coded.scale, "v_zero": coded.zero}
-    stored = {}
+    stored = {"bias": pool.bias.at[pages, slots].set(jnp.where(there, bias, -jnp.inf))}
+    parts = {}
+    if v is not None:
+        v = jnp.where(there[..., None], v, 0)
+        if codec.rotate:
+            v = code_values(codec, v)
+        coded = codec.v.encode(v)
+        parts = {"v": coded.codes, "v_scale": coded.scale, "v_zero": coded.zero}
     for name, new in parts.items():
         if new is not None:
             channel = jnp.arange(new.shape[-1], dtype=jnp.int32)
             at = getattr(pool, name).at[pages[..., None], channel, slots[..., None]]
             stored[name] = at.set(new.astype(getattr(pool, name).dtype))
-    own = pool.bias.at[pages, slots].set(jnp.where(there, bias, -jnp.inf))
-    return replace_class(layer, index, pools=dataclasses.replace(pool, bias=own, **stored))
+    return replace_class(layer, index, pools=dataclasses.replace(pool, **stored))
 
 
 def as_stored(

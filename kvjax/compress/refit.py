@@ -23,13 +23,13 @@ class Change:
     Attributes:
         index: the slot.
         real: False where there is no change.
-        v: its new value.
+        v: its new value; None where values stay.
         bias: its new bias.
     """
 
     index: Int[Array, "B Hkv T"]
     real: Bool[Array, "B Hkv T"]
-    v: Float[Array, "B Hkv T D"]
+    v: Float[Array, "B Hkv T D"] | None
     bias: Float[Array, "B Hkv T"]
 
 
@@ -51,12 +51,12 @@ def match(
     """
     goes = (ctx.live & ~stay).any(2, keepdims=True)
     fitted = compactor(ctx, stay, fixed | ~goes, most, stored_k)
-    old = jnp.take_along_axis(ctx.bias, fitted.index, 2)
-    values = jnp.take_along_axis(ctx.v, fitted.index[..., None], 2).astype(jnp.float32)
-    new = values if fitted.v is None else fitted.v
+    changed = fitted.bias != jnp.take_along_axis(ctx.bias, fitted.index, 2)
+    if fitted.v is not None:
+        old = jnp.take_along_axis(ctx.v, fitted.index[..., None], 2).astype(jnp.float32)
+        changed |= (fitted.v != old).any(-1)
     # What is fixed comes back bit for bit, and is not coded once more.
-    changed = fitted.valid & ((fitted.bias != old) | (new != values).any(-1))
-    return Change(fitted.index, changed, new, fitted.bias)
+    return Change(fitted.index, fitted.valid & changed, fitted.v, fitted.bias)
 
 
 def store_change(layer: LayerCache, change: Change) -> LayerCache:
@@ -84,7 +84,9 @@ def change_tokens(
     at = change.index - start
     at = jnp.where(change.real & (at >= 0), at, tokens)
     bias = jnp.zeros(v.shape[:3], jnp.float32).at[row, head, at].set(change.bias, mode="drop")
-    return v.at[row, head, at].set(change.v.astype(v.dtype), mode="drop"), bias
+    if change.v is not None:
+        v = v.at[row, head, at].set(change.v.astype(v.dtype), mode="drop")
+    return v, bias
 
 
 def read_classes(

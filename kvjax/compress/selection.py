@@ -98,10 +98,11 @@ def selection(
     pos = joined("pos", jnp.broadcast_to(new.pos[:, None], new.keep.shape))
     live = bias > -jnp.inf
     selector, matches = recipe.selector, recipe.compactor is not None
+    fits = matches and recipe.compactor.needs_values
     reads = matches or selector.needs_keys or selector.needs_queries
     stored_classes = range(1, len(layer.pools))
     keys = read_classes(plain_keys, layer, new.k.dtype, stored_classes) if reads else []
-    values = read_classes(plain_values, layer, new.v.dtype, stored_classes) if matches else []
+    values = read_classes(plain_values, layer, new.v.dtype, stored_classes) if fits else []
     ctx = Context(
         bias=bias,
         pos=pos,
@@ -109,7 +110,7 @@ def selection(
         prompt=rows.prompt,
         seed=rows.seed,
         k=jnp.concatenate([*keys, new.k], 2) if reads else None,
-        v=jnp.concatenate([*values, new.v], 2) if matches else None,
+        v=jnp.concatenate([*values, new.v], 2) if fits else None,
         **queries_of(layer, rows, asked),
         mass=None if new.mass is None else joined("mass", new.mass),
         segment=None if rows.segment is None else _segment_of(rows.segment, pos),

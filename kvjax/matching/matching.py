@@ -118,6 +118,7 @@ class AttentionMatching:
 
     @property
     def needs_values(self) -> bool:
+        """Whether it looks at values."""
         return self.fit_values
 
     def __call__(

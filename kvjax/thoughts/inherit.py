@@ -40,6 +40,8 @@ def inherit(
         pools = zip(layer.pools, layer.tables, strict=True)
         return joined([getattr(pool, name)[table] for pool, table in pools])
 
+    fits = compactor.needs_values
+    values = read_classes(plain_values, layer, jnp.float32, order) if fits else []
     ctx = Context(
         bias=of_pools("bias"),
         pos=of_pools("pos"),
@@ -47,7 +49,7 @@ def inherit(
         prompt=length,
         seed=jnp.int32(0),
         k=jnp.concatenate(read_classes(plain_keys, layer, jnp.float32, order), 2),
-        v=jnp.concatenate(read_classes(plain_values, layer, jnp.float32, order), 2),
+        v=jnp.concatenate(values, 2) if values else None,
         queries=layer.queries,
         query_pos=query_positions(layer, length),
         scale=scale,

@@ -11,6 +11,9 @@ import pytest
 from kvjax import recipes
 from kvjax.cache import init_cache, plan
 from kvjax.compress.context import Context
+from kvjax.compress.refit import store_change
+from kvjax.compress.selection import Candidates, Rows, selection
+from kvjax.compress.selectors import HighestAttention
 from kvjax.decoding import decode_chunk, prefill_chunk, start_decoding
 from kvjax.decoding.loop import NARROWEST
 from kvjax.decoding.maintain import maintain
@@ -277,6 +280,44 @@ def test_the_cache_holds_what_the_fit_says():
                     assert now[head][p].bias == pytest.approx(bias, abs=2e-3)
                     np.testing.assert_allclose(now[head][p].v, v, atol=2e-2)
     assert biases[0] == 0 < biases[1]
+
+
+def test_values_are_not_read_where_none_is_fitted():
+    """Not by the fit, and not when its biases are stored: they stay, whatever they are."""
+    full = tam(codec="int4")
+    state = next(state for done, *_, state in run(full, 2 * EVERY) if done == 48)
+    recipe = dataclasses.replace(
+        full,
+        selector=HighestAttention(window=16),
+        compactor=dataclasses.replace(MATCHING, fit_values=False),
+        budget=36,
+    )
+    length = state.cache.length
+    rows = Rows(length, length, state.cache.prompt, length, length, length > 0, jnp.int32(0))
+    none = jnp.zeros((1, 2, 16, 8))
+    new = Candidates(
+        jnp.zeros((1, 16), jnp.int32),
+        none,
+        none,
+        keep=none[..., 0] > 0,
+        mass=None,
+        into=jnp.ones((1, 16), jnp.int32),
+        leaves=none[:, 0, :, 0] > 0,
+    )
+    stored = []
+    for poison in (0, jnp.nan):
+        layer = state.cache.layers[0]
+        pool = layer.pools[1]
+        pool = dataclasses.replace(pool, v_scale=pool.v_scale + poison)
+        layer = dataclasses.replace(layer, pools=(layer.pools[0], pool))
+        _, _, change = selection(layer, 0, recipe, small.lm().config.scale, rows, new)
+        assert change.real.sum() > 10
+        after = store_change(layer, change).pools[1]
+        assert after.v.tobytes() == pool.v.tobytes()
+        assert after.v_scale.tobytes() == pool.v_scale.tobytes()
+        assert ((after.bias != pool.bias) & (pool.bias == 0)).sum() > 10
+        stored.append(after.bias)
+    np.testing.assert_array_equal(*stored)
 
 
 def no_biases(monkeypatch):
