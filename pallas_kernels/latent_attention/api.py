@@ -104,12 +104,7 @@ def _check(q, pools, tables, keys, values, rotary, span, q_pos, window, sinks) -
             raise ValueError(
                 f"a table must be integer ({rows}, ..), got {table.dtype} {table.shape}"
             )
-        count = blocks_of(pool, table, width)
-        if pool.components != width // count:
-            raise ValueError(
-                f"slots must hold {width // count} components, got {pool.components} in "
-                f"{pool.k.shape}"
-            )
+        blocks_of(pool, table, width)
     if window is not None and q_pos is None:
         raise ValueError(f"{window=} needs `q_pos`, the logical position of each row's query")
     if sinks is not None and sinks.shape != (heads,):

@@ -55,4 +55,8 @@ def blocks_of(pool: KVPages, table: Int[Array, "B N P"], width: int) -> int:
         raise ValueError(
             f"a table must have two rows for each block of {width} components, got {table.shape}"
         )
+    if pool.components != width // count:
+        raise ValueError(
+            f"slots must hold {width // count} components, got {pool.components} in {pool.k.shape}"
+        )
     return count

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import latent_attention
 from pallas_kernels.latent_attention import triton, xla
+from pallas_kernels.latent_attention.layout import blocks_of
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.triton import latent_attention_triton
 from tests.kernels.latents import Case, expected, problem
@@ -177,8 +178,15 @@ def test_codes_that_the_kernels_do_not_know_are_refused():
         latent_attention(**arguments, scale=SCALE, span=64, implementation="triton")
 
 
-def test_slots_of_another_width_are_refused():
-    arguments, _ = problem(Case(tokens=(3,), blocks=(2,)))
-    arguments["tables"] = (arguments["tables"][0][:, :2],)
-    with pytest.raises(ValueError, match="slots must hold 32 components, got 16"):
-        latent_attention(**arguments, scale=SCALE, span=64)
+@pytest.mark.parametrize("fmt", ["float", "int4"])
+def test_slots_of_another_width_are_refused(fmt):
+    arguments, _ = problem(Case(tokens=(3,), blocks=(2,), fmt=fmt))
+    [pool], [table] = arguments["pools"], arguments["tables"]
+    assert blocks_of(pool, table, 32) == 2
+    arguments["tables"] = (table[:, :2],)
+    for refused in (
+        lambda: blocks_of(pool, table[:, :2], 32),
+        lambda: latent_attention(**arguments, scale=SCALE, span=64),
+    ):
+        with pytest.raises(ValueError, match="slots must hold 32 components, got 16"):
+            refused()
