@@ -175,7 +175,7 @@ def resolve(
     Args:
         path_or_id: as for `load`.
         revision: as for `load`.
-        weights: False fetches the tokenizer only.
+        weights: False fetches configuration and tokenizer only.
     """
     name = os.fspath(path_or_id)
     if _is_local(path_or_id):

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 
 from kvjax.codecs import KVCodec, kv_codec
 from kvjax.dynakv.projector import Projector
-from kvjax.dynakv.spectrum import spectra_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,24 +144,6 @@ class Geometry:
     @property
     def pool_bytes(self) -> int:
         return sum(self._pool_bytes(shape) for layer in self.layers for shape in layer.classes)
-
-    @property
-    def table_bytes(self) -> int:
-        """Block tables, free lists, counters and ledger."""
-        return self.nbytes - self.pool_bytes - self.constant_bytes - self.query_bytes
-
-    @property
-    def constant_bytes(self) -> int:
-        """What does not grow with rows or tokens: means and balances of keys, bases and gates."""
-        means = sum(
-            shape.codec.center + shape.codec.balance
-            for layer in self.layers
-            for shape in layer.classes
-        )
-        bases = 0
-        if self.projector is not None:
-            bases = len(self.layers) * spectra_bytes(self.projector.settings, self.width)
-        return self.num_kv_heads * self.head_dim * 4 * means + bases
 
     @property
     def query_bytes(self) -> int:

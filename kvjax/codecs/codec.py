@@ -68,11 +68,6 @@ class Codec:
         self._check(head_dim)
         return head_dim if self.fmt == "float" else head_dim // PER_BYTE[self.fmt]
 
-    def scale_width(self, head_dim: int) -> int:
-        """Scales beside each other in a head of one token, or of ``tokens`` tokens."""
-        self._check(head_dim)
-        return head_dim // (self.channels or head_dim)
-
     def payload_bits(self, head_dim: int) -> float:
         """Codes, scales and zero points: bits for one channel of one token.
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float8e4m3fn, Float16, Float32, UInt8
 from pallas_kernels.scales import inverse, stored
 
 E2M1_MAX = 6.0
-TERNARY_RULES = ("twn", "absmax")
 _GROUP = (-3, -1)
 
 

@@ -15,7 +15,7 @@ from kvjax import loading
 from kvjax.command.calibrate_options import CalibrateConfig
 from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.files import check_matplotlib, check_writable
-from kvjax.command.inputs import prompt_options, stream_options
+from kvjax.command.inputs import model_name, prompt_options, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import outline, shape_of_model
 from kvjax.command.prompts import Row, read_rows
@@ -57,7 +57,7 @@ def run(config: CalibrateConfig, interrupts: Interrupts, config_file: str | None
     calibration = Calibration.of(
         found,
         fingerprint=shape.fingerprint,
-        model=_name(shape.source),
+        model=model_name(shape.source),
         settings=dataclasses.asdict(settings) | measuring.decoded_with,
     )
     calibration.save(config.output)
@@ -259,12 +259,6 @@ def _decoded_with(config: CalibrateConfig, asked: list[_Asked]) -> dict[str, str
     options = stream_options(config.decoding(), full())
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     return found | {name: options[name] for name in names}
-
-
-def _name(source: str) -> str:
-    """What people call the model: a hub id, or the last part of a path."""
-    path = pathlib.Path(source).expanduser()
-    return path.resolve().name if path.exists() else source
 
 
 def _draw(found: Fit, calibration: Calibration, path: str) -> None:

@@ -1,5 +1,6 @@
 """From the options of the decode command to the arguments of the library."""
 
+import pathlib
 from typing import Any
 
 from kvjax.command.decode_options import DecodeConfig
@@ -53,6 +54,12 @@ def model_source(config: DecodeConfig) -> str:
             "with --model"
         )
     return str(source)
+
+
+def model_name(source: str) -> str:
+    """What people call a model that was loaded: a hub id, or the last part of a path."""
+    path = pathlib.Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
 
 
 def stream_options(config: DecodeConfig, recipe: Recipe) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 import kvjax
 from kvjax import loading
 from kvjax.command.compile_cache import keep_compiled_programs
+from kvjax.command.inputs import model_name
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import shape_of_model
 from kvjax.command.train_dynakv_options import TrainDynaKVConfig, in_flags
@@ -75,7 +76,7 @@ def run(config: TrainDynaKVConfig, interrupts: Interrupts, config_file: str | No
                 spectral,
                 settings,
                 folder,
-                name=_name(shape.source),
+                name=model_name(shape.source),
                 start=start,
                 resume=config.resume,
                 should_stop=interrupts.requested,
@@ -251,9 +252,3 @@ def _write(path: pathlib.Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise UsageError(f"--out: cannot write {path}: {error.strerror}") from error
-
-
-def _name(source: str) -> str:
-    """What people call the model: a hub id, or the last part of a path."""
-    path = pathlib.Path(source).expanduser()
-    return path.resolve().name if path.exists() else source

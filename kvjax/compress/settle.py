@@ -113,7 +113,7 @@ def settle(
         k, out = in_blocks(layer, 1, tokens[0], tokens[-1])
         tokens = [k, jnp.zeros((*k.shape[:3], 0), k.dtype), None, None, out]
     places = classes or tuple(range(1, len(layer.pools)))
-    layer, crowded = _place(layer, recipe, places, into[:, :leave], pos[:, :leave], *tokens)
+    layer, crowded = _place(layer, places, into[:, :leave], pos[:, :leave], *tokens)
     if layer.spectra is not None:  # the same ones on all devices
         crowded = here_once(crowded)
     if recipe.once and incoming is None and select:
@@ -121,31 +121,14 @@ def settle(
     return _renew(layer, rows, incoming), crowded
 
 
-def _place(layer, recipe, places, into, pos, k, v, mass, bias, out):
-    """Store tokens in their classes; where one is full, the recipe says what gives way."""
+def _place(layer, places, into, pos, k, v, mass, bias, out):
+    """Store tokens in their classes, and count those that find no slot there."""
     crowded = jnp.zeros(len(pos), jnp.int32)
-    left = jnp.zeros(out.shape, bool)
     for c in places:
         mine = out & (into == c)[:, None]
-        if recipe.when_full == "next":
-            mine |= left
         layer, placed = store(layer, c, k, v, pos, mine, mass, bias)
-        left = mine & ~placed
-        crowded += left.sum((1, 2), dtype=jnp.int32)
-        if recipe.when_full == "evict":
-            layer = _make_room(layer, c, recipe.sinks, left.sum(-1, dtype=jnp.int32))
-            layer, _ = store(layer, c, k, v, pos, left, mass, bias)
+        crowded += (mine & ~placed).sum((1, 2), dtype=jnp.int32)
     return layer, crowded
-
-
-def _make_room(layer: LayerCache, index: int, sinks: int, count: Int[Array, "B Hkv"]) -> LayerCache:
-    """Evict the oldest ``count`` tokens of every KV head in a class, but for the row's first."""
-    pool, table = layer.pools[index], layer.tables[index]
-    pos = pool.pos[table]
-    movable = (pool.bias[table] > -jnp.inf) & (pos >= sinks)
-    flat = jnp.where(movable, pos, jnp.iinfo(jnp.int32).max).reshape(*count.shape, -1)
-    rank = jnp.argsort(jnp.argsort(flat, -1), -1).reshape(pos.shape)
-    return evict(layer, index, ~(movable & (rank < count[..., None, None])))
 
 
 def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):

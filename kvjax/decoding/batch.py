@@ -224,9 +224,8 @@ class Batch:
                     f"{len(row.tokens)} tokens; {wide}check the weights"
                 )
                 text += row.end("error", self.numerical_error)
-            recipe = self._options.recipe
             # Of latents, what finds no slot are single blocks, and the answer goes on.
-            full = log.crowded and recipe.when_full == "end" and recipe.projector is None
+            full = log.crowded and self._options.recipe.projector is None
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:

@@ -208,10 +208,3 @@ def inverted_once(spectra: Spectra, settings: SpectralSettings) -> Spectra:
 
     layers = [LayerSpectra(fixed(layer.keys), fixed(layer.values)) for layer in spectra.layers]
     return Spectra(layers, settings)
-
-
-def spectra_bytes(settings: SpectralSettings, width: int) -> int:
-    """Of one layer's arrays, once bases are inverted."""
-    matrices = 2 + (settings.gate == "token")
-    vectors = (settings.gate != "fixed") + (settings.centre == "mean")
-    return 2 * 4 * (matrices * width**2 + vectors * width)

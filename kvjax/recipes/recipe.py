@@ -58,10 +58,6 @@ class Recipe:
         skip_layers: layers (from the end if negative) whose tokens all stay.
         positions: "original", or "contiguous": queries see the sinks right before the recent
             tokens, as if nothing had been between them (for ``streaming``).
-        when_full: what happens to tokens that find no slot in their class: "end" ends the row as
-            ``cache_full``, "evict" makes room by evicting the class's oldest tokens, "next" puts
-            them into the next class. The planner gives every class all that it can need, so that
-            this is for classes that are smaller.
         window: the last tokens that are kept as they were made.
         tick: decode steps after which the oldest of them are coded and stored.
     """
@@ -89,7 +85,6 @@ class Recipe:
     compress: tuple[Literal["prompt", "think", "answer"], ...] = PHASES
     skip_layers: tuple[int, ...] = ()
     positions: Literal["original", "contiguous"] = "original"
-    when_full: Literal["end", "evict", "next"] = "end"
     window: int = 16
     tick: int = 16
 

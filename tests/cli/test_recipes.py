@@ -273,7 +273,6 @@ def test_a_field_of_every_option_has_its_flag():
     assert fields - set(FLAGS) == {
         "name",
         "tick",
-        "when_full",
         "segmenter",
         "retention",
         "projector",

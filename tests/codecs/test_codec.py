@@ -28,7 +28,8 @@ def test_payload_bits_are_those_of_the_buffers(name, head_dim):
     if codec.fmt != "float":
         assert stored.codes.dtype == jnp.uint8
         assert stored.scale.dtype == codec.scale_dtype
-        assert stored.scale.shape[-2:] == (64 // codec.tokens, codec.scale_width(head_dim))
+        groups = head_dim // (codec.channels or head_dim)
+        assert stored.scale.shape[-2:] == (64 // codec.tokens, groups)
         assert (stored.zero is not None) == codec.zero
         assert stored.zero is None or stored.zero.dtype == codec.scale_dtype
 
@@ -173,7 +174,7 @@ def test_numbers_of_the_model_are_stored_as_they_are():
 def test_heads_that_do_not_divide(name, head_dim, message):
     codec = tensor_codec(name)
     x = jnp.zeros((64, head_dim))
-    asks = (codec.width, codec.scale_width, codec.payload_bits, lambda _: codec.encode(x))
+    asks = (codec.width, codec.payload_bits, lambda _: codec.encode(x))
     for ask in asks:
         with pytest.raises(UsageError, match=message):
             ask(head_dim)

@@ -67,7 +67,7 @@ def test_a_method_allocates_what_it_plans(name):
     cache = init_cache(made.geometry)
     assert cache.nbytes() == made.geometry.nbytes == sum(cache.usage().values())
     pools = sum(leaf.nbytes for layer in cache.layers for leaf in jax.tree.leaves(layer.pools))
-    assert pools == made.geometry.pool_bytes + made.geometry.constant_bytes
+    assert pools == made.geometry.pool_bytes + cache.usage()["constants"]
     for layer in cache.layers:
         for pool, codec in zip(layer.pools, layer.codecs, strict=True):
             assert (pool.k_format, pool.v_format) == (codec.k.fmt, codec.v.fmt)

@@ -152,14 +152,13 @@ def test_selecting_at_every_step_or_at_every_tick():
         assert max(result.report["kv"]["live_tokens"]["max"] for result in tight) <= 44 + 1
 
 
-@pytest.mark.parametrize("when_full", ["end", "evict", "next"])
-def test_a_class_that_is_full_gives_way_as_the_recipe_says(when_full):
+def test_a_class_that_is_full_takes_no_more_and_counts_what_it_misses():
     from kvjax.compress.policy import policies
     from kvjax.compress.selection import Rows
     from kvjax.compress.settle import Incoming, settle
 
     lm = small.lm()
-    recipe = recipes.uniform("bf16", when_full=when_full, page_size=16)
+    recipe = recipes.uniform("bf16", page_size=16)
     [policy] = set(policies(recipe, lm.config))
     planned = plan(
         lm.config,
@@ -173,10 +172,8 @@ def test_a_class_that_is_full_gives_way_as_the_recipe_says(when_full):
     layer = planned.geometry.layers[0]
     first, stored = layer.classes
     little = dataclasses.replace(stored, pages_per_head=2)
-    shapes = (first, little, little) if when_full == "next" else (first, little)
-    policy = dataclasses.replace(policy, classes=policy.classes * (len(shapes) - 1), first=0)
     geometry = dataclasses.replace(
-        planned.geometry, layers=(dataclasses.replace(layer, classes=shapes),)
+        planned.geometry, layers=(dataclasses.replace(layer, classes=(first, little)),)
     )
     [cached] = init_cache(geometry).layers
     rng = np.random.default_rng(0)
@@ -190,13 +187,7 @@ def test_a_class_that_is_full_gives_way_as_the_recipe_says(when_full):
     )
     # 48 tokens leave the window, and two pages of 16 take 32 of each of the two heads.
     assert crowded.tolist() == [2 * 16]
-    held = [
-        sorted(int(p) for p in np.asarray(pool.pos[table[0, 0]]).ravel() if p >= 0)
-        for pool, table in zip(cached.pools[1:], cached.tables[1:], strict=True)
-    ]
-    if when_full == "end":
-        assert held == [list(range(32))]
-    elif when_full == "evict":
-        assert held == [[*range(recipe.sinks), *range(20, 48)]]
-    else:
-        assert sorted(held[0] + held[1]) == list(range(48))
+    [pool], [table] = cached.pools[1:], cached.tables[1:]
+    for head in range(2):
+        held = [int(p) for p in np.asarray(pool.pos[table[0, head]]).ravel() if p >= 0]
+        assert sorted(held) == list(range(32))

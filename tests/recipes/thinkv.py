@@ -12,13 +12,13 @@ import numpy as np
 
 import kvjax
 from kvjax import recipes
-from kvjax.cache import init_cache, plan
+from kvjax.cache import plan
 from kvjax.cache.plan import bucket
 from kvjax.codecs import KeyBasis, code_keys
 from kvjax.codecs.basis import plain_keys as decoded_keys
 from kvjax.compress.policy import policies
-from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import force_chunk
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prefill import prefill_chunk
@@ -81,8 +81,7 @@ class Run:
         rows = len(prompts)
         longest = max(longest, *map(len, prompts))
         self.plan = planned(lm, how, rows, longest, max(map(len, answers)))
-        bases = key_bases(lm) if self.plan.geometry.constant_bytes else None
-        cache = init_cache(self.plan.geometry, bases)
+        cache = empty_cache(lm, self.plan.geometry)
         padded = np.zeros((rows, bucket(longest)), np.int32)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
