@@ -29,9 +29,9 @@ class _Known:
         rows: all of them, those of earlier runs first.
     """
 
-    def __init__(self, path: pathlib.Path, place: tuple[str, ...]):
-        self._path, self._place = path, place
-        self._keys: dict[tuple[Hashable, ...], str] = {}
+    def __init__(self, flag: str, place: tuple[str, ...]):
+        self._flag, self._place = flag, place
+        self._found: dict[tuple[Hashable, ...], tuple[str, pathlib.Path]] = {}
         self.rows: list[dict[str, Any]] = []
 
     def _at(self, row: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -43,29 +43,37 @@ class _Known:
         Raises:
             UsageError: another run's is.
         """
-        found = self._keys.get(self._at(place))
-        if found is not None and found != key:
-            words = ", ".join(f"{name} {value}" for name, value in place.items())
-            raise UsageError(
-                f"--out: {self._path} has the row of {words} from another model, or from other "
-                "data, settings or recipes of this name: name another folder"
-            )
-        return found is not None
+        found, path = self._found.get(self._at(place), (key, None))
+        if found != key:
+            raise self._another(place, f"{path} has")
+        return path is not None
 
     def close(self) -> None:
         """Nothing more is added."""
 
-    def _keep(self, row: dict[str, Any]) -> None:
+    def _another(self, place: Mapping[str, Hashable], what: str) -> UsageError:
+        """What is said of rows of one place that follow from different things."""
+        words = ", ".join(f"{name} {place[name]}" for name in self._place)
+        return UsageError(
+            f"{self._flag}: {what} the row of {words} from another model, or from other data, "
+            "settings or recipes of this name: name another folder"
+        )
+
+    def _keep(self, row: dict[str, Any], path: pathlib.Path) -> None:
         self.rows.append(row)
-        self._keys[self._at(row)] = row["key"]
+        self._found[self._at(row)] = row["key"], path
 
     def _take(self, path: pathlib.Path, content: bytes) -> None:
         """Have the rows of a file's whole lines, each once."""
         for number, line in enumerate(content.split(b"\n"), 1):
             if line:
-                row = _read(path, number, line, {"key", *self._place})
-                if not self.has(row["key"], **{name: row[name] for name in self._place}):
-                    self._keep(row)
+                row = _read(self._flag, path, number, line, {"key", *self._place})
+                found, first = self._found.get(self._at(row), (None, path))
+                if found is None:
+                    self._keep(row, path)
+                elif found != row["key"]:
+                    files = f"{path} has" if first == path else f"{first} and {path} each have"
+                    raise self._another(row, files)
 
 
 class GatheredRows(_Known):
@@ -77,7 +85,7 @@ class GatheredRows(_Known):
         Raises:
             UsageError: there are none, one is damaged, or two have different rows of one place.
         """
-        super().__init__(folder, place)
+        super().__init__("--gather", place)
         paths = sorted(folder.rglob(name))
         if not paths:
             raise UsageError(f"--gather: no folder in {folder} holds a {name}")
@@ -98,7 +106,8 @@ class Rows(_Known):
         Raises:
             UsageError: it cannot be opened, is damaged, or another process writes to it.
         """
-        super().__init__(path, place)
+        super().__init__("--out", place)
+        self._path = path
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -135,13 +144,15 @@ class Rows(_Known):
         except OSError as error:
             self._file.truncate(start)
             raise OutputError(f"cannot write {self._path}: {error.strerror}") from error
-        self._keep(row)
+        self._keep(row, self._path)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _read(path: pathlib.Path, number: int, line: bytes, needed: set[str]) -> dict[str, Any]:
+def _read(
+    flag: str, path: pathlib.Path, number: int, line: bytes, needed: set[str]
+) -> dict[str, Any]:
     try:
         row = json.loads(line)
         if needed <= row.keys():
@@ -149,7 +160,7 @@ def _read(path: pathlib.Path, number: int, line: bytes, needed: set[str]) -> dic
     except (ValueError, AttributeError, RecursionError):
         pass
     raise UsageError(
-        f"--out: line {number} of {path} is damaged: delete it, or name another folder"
+        f"{flag}: line {number} of {path} is damaged: delete it, or name another folder"
     )
 
 

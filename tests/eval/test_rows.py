@@ -119,9 +119,16 @@ def test_rows_of_several_folders_are_read_together(tmp_path):
         file.write('{"key": "k2", "id": "2", "sample": 0}\n{"key": "cut off"')
     rows = GatheredRows(tmp_path, "rows.jsonl", PLACE)
     assert [row["id"] for row in rows.rows] == ["0", "1", "2"] and rows.has("k2", id="2", sample=0)
+    own = r"^--gather: .*a/rows\.jsonl has the row of id 2, sample 0"
+    with pytest.raises(UsageError, match=own):  # of a run with other settings
+        rows.has("other", id="2", sample=0)
     with open(tmp_path / "b" / "rows.jsonl", "a") as file:
         file.write('{"key": "other", "id": "2", "sample": 0}\n')
-    with pytest.raises(UsageError, match="id 2, sample 0"):
+    both = r"^--gather: .*a/rows\.jsonl and .*b/rows\.jsonl each have the row of id 2, sample 0"
+    with pytest.raises(UsageError, match=both):
+        GatheredRows(tmp_path, "rows.jsonl", PLACE)
+    (tmp_path / "b" / "rows.jsonl").write_text("3\n")
+    with pytest.raises(UsageError, match=r"^--gather: line 1 of .*b/rows\.jsonl is damaged"):
         GatheredRows(tmp_path, "rows.jsonl", PLACE)
     with pytest.raises(UsageError, match="no folder"):
         GatheredRows(tmp_path, "others.jsonl", PLACE)
