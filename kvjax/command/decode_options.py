@@ -107,11 +107,13 @@ class DecodeConfig:
     kv_budget_bytes: str | None = option(
         None, "what a row's cache may take, in bytes or as 64MiB", group="budget", joined=True
     )
-    sink_tokens: int | None = option(None, "first tokens that stay (default: 4)", minimum=0)
+    sink_tokens: int | None = option(
+        None, "first tokens that stay (default: 4; 0 with tam --paper)", minimum=0
+    )
     recent_window: int | None = option(
         None,
         "last tokens that stay, or that are not coded yet where nothing is evicted (default: 32; "
-        "16 with uniform)",
+        "16 with uniform, thinkv, and dynakv without --selector; 20 with tam --paper)",
         minimum=0,
     )
     protect_prompt: bool = option(False, "all of the prompt stays")
@@ -260,7 +262,7 @@ class DecodeConfig:
     num_processes: int | None = option(None, "how many processes share the prompts", minimum=1)
     process_id: int | None = option(None, "which of them this is, from 0", minimum=0)
     page_size: int | None = option(
-        None, "cache slots a page, a power of two (default: 64; 16 with dynakv)", minimum=1
+        None, "cache slots a page, a power of two (default: 64; 16 with --adapter)", minimum=1
     )
     repetition_stop: bool = option(True, "end an answer that has fallen into a loop")
     stream: bool | None = option(None, "print text as it comes (default: on a terminal)")

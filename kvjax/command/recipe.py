@@ -210,19 +210,7 @@ def _check_used(config: DecodeConfig, method: str) -> None:
             "--kv-bits"
         )
     if method == "thinkv":
-        without = (
-            "compress_every",
-            "compress_once",
-            "share_of",
-            "head_shares",
-            "positions",
-            *(() if config.prompt_budget else ("selector",)),
-        )
-        if given := _first(config, without):
-            raise UsageError(
-                f"{given} has no effect with method thinkv, which evicts by segments"
-                + (": give --prompt-budget too" if "selector" in given else ": drop it")
-            )
+        _check_used_by_thinkv(config)
         return
     if given := _first(config, _THOUGHTS):
         raise UsageError(f"{given} is for method thinkv: drop it, or pass --method thinkv")
@@ -263,21 +251,52 @@ def _check_used(config: DecodeConfig, method: str) -> None:
         )
 
 
+def _check_used_by_thinkv(config: DecodeConfig) -> None:
+    keeping = [name for name in (*_EVICTION, "prompt_budget") if name != "kv_budget"]
+    if config.kv_budget == "all" and (given := _first(config, keeping)):
+        raise UsageError(
+            f"{given} has no effect with --kv-budget all, which evicts nothing: drop it"
+        )
+    without = ("compress_every", "compress_once", "share_of", "head_shares", "positions")
+    kept = config.prompt_budget is None  # the whole prompt
+    if given := _first(config, (*without, "protect_prompt") if kept else without):
+        raise UsageError(
+            f"{given} has no effect with method thinkv, which evicts by segments: drop it"
+        )
+    if kept and (given := _first(config, ("selector", "sink_tokens"))):
+        raise UsageError(
+            f"{given} has no effect with method thinkv, which keeps the prompt: drop it, or give "
+            "--selector and --prompt-budget"
+        )
+
+
 def _check_effect(config: DecodeConfig, recipe: Recipe) -> None:
-    """Refuse options that together leave nothing to evict."""
+    """Refuse options that together leave nothing to evict, or one of them without effect."""
+    given = "--protect-prompt" if config.protect_prompt else f"--compress {config.compress}"
     if recipe.retention is not None:
         if recipe.selector is None and not {"think", "answer"} & set(recipe.compress):
             raise UsageError(
-                f"--compress {config.compress} leaves nothing to evict with method thinkv, which "
-                "keeps the prompt: drop it, or give --selector and --prompt-budget"
+                f"{given} leaves nothing to evict with method thinkv, which keeps the prompt: drop "
+                "it, or give --selector and --prompt-budget"
+            )
+        if recipe.selector is not None and recipe.spares_prompt:
+            raise UsageError(
+                f"--prompt-budget {config.prompt_budget} has no effect with {given}, which keeps "
+                "the prompt: drop one of them"
             )
         return
     if recipe.selector is None:
         return
+    sized = _first(config, ("kv_budget_bytes", "kv_budget"))
+    if config.share_of and (config.kv_budget_bytes or isinstance(recipe.budget, int)):
+        raise UsageError(
+            f"--share-of {config.share_of} has no effect with "
+            f"{sized or f'a budget of {recipe.budget:,} tokens'}, which is no share: drop it, or "
+            "give a --kv-budget of 1.0 or below"
+        )
     decoding = recipe.every and {"think", "answer"} & set(recipe.compress)
     if decoding or not recipe.spares_prompt:
         return
-    given = "--protect-prompt" if config.protect_prompt else f"--compress {config.compress}"
     if recipe.every:
         raise UsageError(
             f"{given} leaves nothing to evict with --compress {config.compress}: drop one of them"

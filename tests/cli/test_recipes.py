@@ -100,6 +100,10 @@ def test_every_flag_reaches_its_field():
             recipes.pam(once=True, budget=0.1, share_of="longest"),
         ),
         (
+            ["--method", "tam", "--paper", "--share-of", "held"],
+            recipes.tam(paper=True, share_of="held"),
+        ),
+        (
             ["--method", "rkv", "--compactor", "faithful"],
             recipes.rkv(compactor=AttentionMatching(mode="faithful")),
         ),
@@ -214,6 +218,19 @@ REFUSED = [
     ("--compress-once", "--compress-once has no effect with method full"),
     ("--method snapkv --compress-once", "--compress-once has no effect where nothing is evicted"),
     ("--method thinkv --share-of held", "--share-of held has no effect with method thinkv"),
+    (
+        "--method rkv --share-of held",
+        "--share-of held has no effect with a budget of 1,024 tokens, which is no share",
+    ),
+    (
+        "--method tam --kv-budget 512 --share-of longest",
+        "--share-of longest has no effect with --kv-budget 512, which is no share: drop it, or "
+        "give a --kv-budget of 1.0 or below",
+    ),
+    (
+        "--method tam --paper --kv-budget-bytes 1MiB --share-of held",
+        "--share-of held has no effect with --kv-budget-bytes 1MiB",
+    ),
     ("--method h2o --paper", "--paper is for methods thinkv and tam"),
     ("--method thinkv --kv-bits nvfp4 --compactor matching", "--compactor changes single values"),
     ("--method h2o --head-shares none.json", "--head-shares none.json must be a JSON file"),

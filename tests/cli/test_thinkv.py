@@ -172,6 +172,22 @@ def test_switches_of_thoughts_are_for_thinkv(decode, monkeypatch, flag, method):
         ("--compress-every 16", "--compress-every 16 has no effect with method thinkv"),
         ("--positions contiguous", "--positions contiguous has no effect with method thinkv"),
         ("--compress prompt", "--compress prompt leaves nothing to evict"),
+        ("--sink-tokens 8", "--sink-tokens 8 has no effect with method thinkv, which keeps the"),
+        ("--protect-prompt", "--protect-prompt has no effect with method thinkv"),
+        (
+            "--selector snapkv --prompt-budget 80 --protect-prompt",
+            "--prompt-budget 80 has no effect with --protect-prompt, which keeps the prompt",
+        ),
+        (
+            "--selector snapkv --prompt-budget 80 --compress think,answer",
+            "--prompt-budget 80 has no effect with --compress think,answer, which keeps the",
+        ),
+        ("--kv-budget all --skip-layers 0", "--skip-layers 0 has no effect with --kv-budget all"),
+        ("--kv-budget all --compress think", "--compress think has no effect with --kv-budget all"),
+        (
+            "--kv-budget all --selector snapkv --prompt-budget 80",
+            "--selector snapkv has no effect with --kv-budget all, which evicts nothing",
+        ),
         ("--recent-window 120", "--segment-tokens 128 must be .* at least 136"),
         ("--calibration no-such.json", "--calibration: cannot read no-such.json"),
         ("--trace run.jpg", "--trace draws a PNG: give a name that ends in .png, got run.jpg"),
