@@ -14,7 +14,7 @@ import kvjax
 from kvjax import loading
 from kvjax.command.calibrate_options import CalibrateConfig
 from kvjax.command.compile_cache import keep_compiled_programs
-from kvjax.command.files import check_matplotlib, check_writable
+from kvjax.command.files import check_apart, check_matplotlib, check_writable
 from kvjax.command.inputs import model_name, prompt_options, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
 from kvjax.command.outline import outline, shape_of_model
@@ -85,10 +85,9 @@ def _check_outputs(config: CalibrateConfig, config_file: str | None) -> None:
         check_matplotlib("--plot")
     named = (config.prompts, config.texts, config.model, config.tokenizer, config_file)
     inputs = tuple(path for path in named if path and path != "-" and os.path.exists(path))
+    check_apart({"--out": config.output, "--plot": config.plot})
     check_writable(config.output, "--out", inputs)
     if config.plot is not None:
-        if os.path.realpath(config.plot) == os.path.realpath(config.output):
-            raise UsageError(f"--plot and --out both name {config.plot}: name two files")
         check_writable(config.plot, "--plot", inputs)
 
 

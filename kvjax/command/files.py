@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Mapping
 
 from kvjax.errors import UsageError
 
@@ -82,6 +83,27 @@ def check_writable(path: str, flag: str, inputs: tuple[str, ...] = ()) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{flag}: cannot write {path}: {reason}") from error
+
+
+def check_apart(outputs: Mapping[str, str | None]) -> None:
+    """Refuse files to write that would take each other's place, also those that are not there yet.
+
+    Args:
+        outputs: what each flag names, None if nothing.
+
+    Raises:
+        UsageError: two name one file, or one cannot be a file's name.
+    """
+    named: dict[str, str] = {}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        try:
+            other = named.setdefault(os.path.realpath(path), flag)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{flag}: cannot write {path}: {error}") from error
+        if other != flag:
+            raise UsageError(f"{flag} and {other} both name {path}: name two files")
 
 
 def is_within(target: pathlib.Path, source: pathlib.Path) -> bool:

@@ -4,7 +4,6 @@ import dataclasses
 
 from kvjax import loading
 from kvjax.command.decode_options import DecodeConfig
-from kvjax.command.files import check_writable
 from kvjax.command.outline import shape_of_model
 from kvjax.command.recipe import flags_in_errors
 from kvjax.decoding.conversation import Conversation
@@ -13,21 +12,6 @@ from kvjax.decoding.saved import load_cache, save_cache
 from kvjax.errors import ModelError
 from kvjax.recipes import Recipe
 from kvjax.report.say import say
-
-
-def check_kept(config: DecodeConfig, inputs: tuple[str, ...]) -> None:
-    """Refuse a ``--save-cache`` that could not be written.
-
-    Args:
-        config: of the run.
-        inputs: files that are read until the end.
-
-    Raises:
-        UsageError: saying why.
-    """
-    if config.save_cache is not None:
-        answers = (config.output,) if config.output else ()
-        check_writable(config.save_cache, "--save-cache", (*inputs, *answers))
 
 
 def read_kept(

@@ -12,11 +12,11 @@ from kvjax.command.compile_cache import keep_compiled_programs
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.devices import mesh_of, own_file, own_share
 from kvjax.command.errors import ROWS_FAILED
-from kvjax.command.files import check_matplotlib, check_writable
+from kvjax.command.files import check_apart, check_matplotlib, check_writable
 from kvjax.command.fit import allowed_memory, settled_recipe
 from kvjax.command.inputs import model_source, read_answer, read_input, stream_options
 from kvjax.command.interrupt import INTERRUPTED, Interrupts
-from kvjax.command.kept import check_kept, keep, read_kept
+from kvjax.command.kept import keep, read_kept
 from kvjax.command.outline import limits, outline, prompt_lengths
 from kvjax.command.output import Output, OutputError, open_output
 from kvjax.command.prompts import Row
@@ -61,7 +61,14 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         config_file,
     )
     inputs = tuple(str(path) for path in named if path and path != "-" and os.path.exists(path))
-    check_kept(config, inputs)
+    written = {
+        "--output": config.output,
+        "--save-cache": config.save_cache,
+        "--trace": config.trace,
+    }
+    check_apart(written)
+    if config.save_cache is not None:
+        check_writable(config.save_cache, "--save-cache", inputs)
     if config.load_cache is not None:  # which may be saved to, but not answered to
         inputs = (*inputs, config.load_cache)
     if config.trace is not None:

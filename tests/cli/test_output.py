@@ -9,6 +9,7 @@ import signal
 import pytest
 
 import kvjax
+from kvjax.command.files import check_apart
 from kvjax.command.output import open_output
 from kvjax.errors import UsageError
 
@@ -200,6 +201,30 @@ def test_no_input_is_overwritten(decode, tmp_path, monkeypatch, model):
     outcome = decode("--prompt-file", picture, "--trace", picture)
     assert outcome.code == 2 and "--trace" in outcome.err and "also an input" in outcome.err
     assert file.read_bytes() == shipped.read_bytes() and picture.read_text() == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("-o", "--save-cache"), "--save-cache and --output both name"),
+        (("-o", "--trace"), "--trace and --output both name"),
+        (("--save-cache", "--trace"), "--trace and --save-cache both name"),
+    ],
+)
+@pytest.mark.parametrize("there", [False, True])
+def test_two_outputs_are_two_files(decode, tmp_path, flags, message, there):
+    """Through a link too, and before there is a file: else one takes the other's place."""
+    path, link = tmp_path / "one.png", tmp_path / "link.png"
+    if there:
+        path.write_text("old")
+    link.symlink_to(path)
+    for second in (path, f"{tmp_path}/./one.png", link):
+        outcome = decode("-p", "x", flags[0], path, flags[1], second, "--format", "jsonl")
+        assert outcome.code == 2 and outcome.err.count("\n") == 1
+        assert f"{message} {second}: name two files" in outcome.err
+    assert path.exists() == there
+    with pytest.raises(UsageError, match="--save-cache: cannot write"):
+        check_apart({"--output": str(path), "--save-cache": "a\0b", "--trace": None})
 
 
 def test_closed_standard_output_is_one_line(decode, monkeypatch):
