@@ -1,6 +1,7 @@
 """One run of the decode command: from its options to the answers."""
 
 import os
+import pathlib
 import sys
 import time
 
@@ -24,6 +25,7 @@ from kvjax.command.quality import compared
 from kvjax.command.recipe import described, flags_in_errors, given_recipe
 from kvjax.decoding.clock import Clock
 from kvjax.decoding.events import Event, Result
+from kvjax.dynakv.adapter import RECORD, TENSORS
 from kvjax.errors import KvjaxError
 from kvjax.fetch_model import default_model_path
 from kvjax.memory import device_memory
@@ -56,6 +58,8 @@ def run(config: DecodeConfig, interrupts: Interrupts, config_file: str | None = 
         config.prompts,
         config.compare_text,
         config.calibration,
+        config.head_shares,
+        *(pathlib.Path(config.adapter, name) for name in (TENSORS, RECORD) if config.adapter),
         config.model or default_model_path(),
         config.tokenizer,
         config_file,

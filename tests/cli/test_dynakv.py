@@ -1,6 +1,7 @@
 """DynaKV on the command line: its flags, its record, its picture."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -131,6 +132,16 @@ def test_another_models_adapter_is_refused_before_weights_load(
     argv = ("--method", "dynakv", "--adapter", adapter, "-p", "a")
     outcome = decode(*argv, model=tmp_path)
     assert outcome.code == 2 and "trained for small (fingerprint" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["adapter.json", "adapter.safetensors"])
+@pytest.mark.parametrize("flag", ["-o", "--save-cache"])
+def test_no_answer_takes_the_adapters_place(decode, adapter, name, flag):
+    file = pathlib.Path(adapter, name)
+    before = file.read_bytes()
+    outcome = decode("-p", "a", "--method", "dynakv", "--adapter", adapter, flag, file)
+    assert outcome.code == 2 and f"{file} is also an input" in outcome.err
+    assert file.read_bytes() == before
 
 
 def test_explaining_needs_an_adapter_and_gives_no_answer(decode, adapter):

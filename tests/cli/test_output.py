@@ -188,7 +188,7 @@ def test_a_file_of_the_model_directory_is_not_overwritten(decode, model):
 
 
 def test_no_input_is_overwritten(decode, tmp_path, monkeypatch, model):
-    """The calibration, the model that is taken where none is named, and by the picture neither."""
+    """Calibration, shares, the model where none is named; and by the picture neither."""
     file = tmp_path / "input.json"
     [shipped, *_] = (pathlib.Path(kvjax.__file__).parent / "thoughts/calibrations").glob("*.json")
     file.write_bytes(shipped.read_bytes())
@@ -196,6 +196,10 @@ def test_no_input_is_overwritten(decode, tmp_path, monkeypatch, model):
     assert "also an input" in decode(*argv, "-o", file).err
     monkeypatch.setattr("kvjax.command.run.default_model_path", lambda: file)
     assert "also an input" in decode("-p", "hello", "-o", file, model=None).err
+    shares = tmp_path / "shares.json"
+    shares.write_text("[[1, 1]]")
+    outcome = decode("-p", "hello", "--method", "h2o", "--head-shares", shares, "-o", shares)
+    assert "also an input" in outcome.err and shares.read_text() == "[[1, 1]]"
     picture = tmp_path / "input.png"
     picture.write_text("prompt")
     outcome = decode("--prompt-file", picture, "--trace", picture)
