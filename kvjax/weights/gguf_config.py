@@ -186,9 +186,15 @@ def _llama3_scaling(
     source: str, theta: float, head_dim: int, factors: np.ndarray
 ) -> dict[str, Any] | None:
     """The Llama 3 scaling whose frequency factors are these, or a refusal."""
+    # First of all: a damaged head_dim must not make an array of its size.
+    if factors.ndim != 1 or 2 * factors.size != head_dim:
+        raise ModelError(
+            f"{source}: tensor rope_freqs.weight has shape {list(factors.shape)}, expected half of "
+            f"the head size {head_dim}"
+        )
     factor = float(str(np.float32(factors.max())))
-    expected = _llama3_factors(theta, head_dim, factor)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+    known = 0 < factor < math.inf
+    if not known or not np.allclose(factors, _llama3_factors(theta, head_dim, factor), rtol=1e-4):
         raise ModelError(
             f"{source}: tensor rope_freqs.weight is not Llama 3's frequency scaling, "
             "and no other is supported"

@@ -2,6 +2,7 @@ import json
 import pathlib
 import struct
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -95,13 +96,15 @@ def llama3_frequency_factors(theta: float, dim: int, factor: float) -> np.ndarra
     return np.array(factors, np.float32)
 
 
-def with_rope_factors(path: pathlib.Path, factors: np.ndarray) -> pathlib.Path:
+def with_rope_factors(
+    path: pathlib.Path, factors: np.ndarray, extra: dict[str, Any] | None = None
+) -> pathlib.Path:
     config = read_config("llama") | {"rope_theta": 500_000.0}
     tensors = {
         ggufs.gguf_name(name): tensor
         for name, tensor in load_file(GOLDEN / "llama" / "model.safetensors").items()
     }
-    fields = ggufs.metadata(config)
+    fields = ggufs.metadata(config) | (extra or {})
     return ggufs.write(path, "llama", fields, tensors | {"rope_freqs.weight": factors})
 
 
@@ -116,10 +119,23 @@ def test_llama3_frequency_factors_are_recognised(tmp_path, factor):
     assert "rope_freqs.weight" not in checkpoint.names
 
 
-def test_other_frequency_factors_are_refused(tmp_path):
+@pytest.mark.parametrize("times", [1.01, -1, 0, np.inf, np.nan])
+def test_other_frequency_factors_are_refused(tmp_path, times):
     factors = llama3_frequency_factors(500_000.0, 8, 8.0)
-    factors[1] *= 1.01
+    factors[slice(1, 2) if times == 1.01 else slice(None)] *= times
     assert "rope_freqs.weight" in refused(with_rope_factors(tmp_path / "model.gguf", factors))
+
+
+@pytest.mark.parametrize("head_dim", [6, 9, 2**31])
+def test_frequency_factors_of_another_head_dim_are_refused_by_shape(
+    tmp_path, monkeypatch, head_dim
+):
+    """Before anything of the size that the header claims is made."""
+    monkeypatch.setattr("kvjax.weights.gguf_config._llama3_factors", None)
+    factors = llama3_frequency_factors(500_000.0, 8, 8.0)
+    extra = {"attention.key_length": head_dim}
+    message = refused(with_rope_factors(tmp_path / "model.gguf", factors, extra))
+    assert f"rope_freqs.weight has shape [4], expected half of the head size {head_dim}" in message
 
 
 @pytest.mark.parametrize(
