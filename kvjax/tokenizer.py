@@ -15,6 +15,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 _THINK = "<think>"
 _THINK_TAIL = 8  # tokens at a prompt's end among which the opening tag is looked for
 _PROBE = "@@kvjax@@"
+_MOST_ADDED = 1 << 20
+"""Characters that a chat template may add, which is more than any has."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -78,6 +80,7 @@ class Tokenizer:
 
         Raises:
             UsageError: the template refuses the messages, or cannot do what `thinking` asks.
+            ModelError: it is damaged.
         """
         ids = self.encode(self._rendered(messages, thinking))
         return self._as_wished(ids, thinking)
@@ -102,6 +105,7 @@ class Tokenizer:
 
         Raises:
             UsageError: likewise.
+            ModelError: likewise.
         """
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         text = self._rendered([*turns, *messages], thinking)
@@ -151,9 +155,20 @@ class Tokenizer:
         if not self.has_chat_template:
             raise UsageError("this model has no chat template; pass the prompt as plain text")
         try:
-            return self._wrapped.apply_chat_template(list(messages), tokenize=False, **options)
+            text = self._wrapped.apply_chat_template(list(messages), tokenize=False, **options)
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:  # whatever else a damaged template makes it raise
+            raise ModelError(
+                f"the chat template fails ({type(error).__name__}: {_first_line(error)}); do "
+                "without it (--no-chat-template), or pass another tokenizer"
+            ) from error
+        if len(text) > _MOST_ADDED + 2 * len(str(messages)):  # cutting it could take all memory
+            raise ModelError(
+                f"the chat template adds {len(text):,} characters, more than {_MOST_ADDED:,}; do "
+                "without it (--no-chat-template), or pass another tokenizer"
+            )
+        return text
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template writes right behind an answer."""
@@ -162,9 +177,9 @@ class Tokenizer:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         try:
             behind = self._render(turns).rpartition(_PROBE)[2].lstrip()
-        except UsageError:
+            first = self.encode(behind, starts=False)[:1]
+        except (UsageError, ModelError):
             return None
-        first = self._backend.encode(behind, add_special_tokens=False).ids[:1]
         return first[0] if first and first[0] in self._special else None
 
 

@@ -93,7 +93,7 @@ def build_tokenizer(source: str, metadata: Mapping[str, Any]) -> GGUFTokenizer:
         add_bos=bool(fields.get("add_bos_token", bos)) and ids["bos"] is not None,
         special={key: tokens[ids[n]] for n, key in _ROLES.items() if key and ids[n] is not None},
         stop_ids=tuple(index for index in ends if index is not None),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_chat_template(source, metadata),
     )
 
 
@@ -127,8 +127,18 @@ def _token_id(source: str, fields: Mapping[str, Any], key: str, count: int) -> i
     return value
 
 
+def _chat_template(source: str, metadata: Mapping[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(
+            f"{source}: metadata tokenizer.chat_template is a {type(template).__name__}, expected "
+            "a text; pass the model's tokenizer directory or hub id as the tokenizer"
+        )
+    return template
+
+
 def _splitting(source: str, name: Any) -> _Splitting:
-    if name not in _SPLITTINGS:
+    if not isinstance(name, str) or name not in _SPLITTINGS:
         raise ModelError(
             f"{source}: tokenizer.ggml.pre {name!r} is not supported, expected one of "
             f"{', '.join(_SPLITTINGS)}; pass the model's tokenizer directory or hub id as the "
