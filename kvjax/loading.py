@@ -123,8 +123,9 @@ def load(
     text = _tokenizer_of(path, gguf) if own else _load_other_tokenizer(tokenizer)
     if text is not None and text.vocab_size > config.vocab_size:
         raise ModelError(
-            f"{path if own else tokenizer}: the tokenizer has {text.vocab_size} tokens, more than "
-            f"the model's {config.vocab_size}; pass the tokenizer that belongs to the model"
+            f"{path if own else tokenizer}: the tokenizer has a token of id {text.vocab_size - 1}, "
+            f"and the model's end at {config.vocab_size - 1}; pass the tokenizer that belongs to "
+            "the model"
         )
     checkpoint: Checkpoint = gguf or SafetensorsCheckpoint(path)
     return LanguageModel(

@@ -28,7 +28,7 @@ class Tokenizer:
         bos_id: the token that every sequence starts with, None if there is none.
         eos_id: the token that ends a text, None if there is none.
         special_ids: the special tokens by their names; no decoded text shows them.
-        vocab_size: how many ids there are.
+        vocab_size: the largest id and one, however many ids below it are no token's.
         has_chat_template: whether `encode_chat` can be used.
     """
 
@@ -49,7 +49,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = {token.content: i for i, token in added.items() if token.special}
         self._special = frozenset(self.special_ids.values())
-        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
         self.has_chat_template = bool(wrapped.chat_template)
         ends = (wrapped.eos_token_id, self._end_of_turn(), *stop_ids)
         self.stop_ids = tuple(sorted({index for index in ends if index is not None}))

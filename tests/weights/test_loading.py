@@ -192,6 +192,29 @@ def test_a_broken_tokenizer(directory):
     assert "\n" not in str(error.value)
 
 
+def write_tokenizer(directory: pathlib.Path, vocabulary: dict[str, int]) -> None:
+    # Written by hand: the package complains of one with gaps that it is to save.
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    whole = {"version": "1.0", "added_tokens": [], "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(whole))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("largest", [95, 96, 1000])
+def test_no_id_of_the_tokenizer_is_beyond_the_models(directory, largest):
+    """However few they are: JAX would take the last row of the table for one that is."""
+    write_tokenizer(directory, {"a": 3, "b": largest})
+    if largest > 95:
+        message = rf"has a token of id {largest}, and the model's end at 95; pass the tokenizer"
+        with pytest.raises(ModelError, match=message):
+            loading.load(directory)
+        return
+    text = loading.load(directory).tokenizer
+    assert text.encode("ab") == [3, 95]
+    assert {i: one for i, one in enumerate(text.texts()) if one} == {3: "a", 95: "b"}
+
+
 def test_greedy_without_a_generation_config(directory):
     assert loading.load(directory).defaults == loading.GenerationDefaults(temperature=0.0)
 
