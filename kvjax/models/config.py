@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvjax.errors import ModelError
 from kvjax.models.fields import REQUIRED, Fields
-from kvjax.models.rope import RopeConfig
+from kvjax.models.rope import RopeConfig, stretched_context
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt_oss")
 # What transformers assumes for a gpt_oss config that says nothing of its positions.
@@ -32,6 +32,8 @@ class ModelConfig:
     """Everything that decides a decoder's parameters and arithmetic.
 
     Attributes:
+        context_length: tokens that positions are made for: `max_position_embeddings`, or what it
+            is stretched to where that is more.
         windows: for each layer, how many tokens a query sees (itself included), None for all.
         sinks: whether each head has a learned logit that takes part in its softmax.
         mlp_bias: biases of the feed-forward layers; always there with experts.
@@ -85,6 +87,11 @@ class ModelConfig:
         _refuse_unsupported(fields, family)
         gpt_oss = family == "gpt_oss"
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
+        rope = RopeConfig.from_hf(
+            fields,
+            theta=150_000.0 if gpt_oss else 10_000.0,
+            scaling=_GPT_OSS_ROPE if gpt_oss else None,
+        )
         return cls(
             family=family,
             vocab_size=fields.count("vocab_size"),
@@ -92,12 +99,10 @@ class ModelConfig:
             intermediate_size=fields.count("intermediate_size"),
             num_layers=layers,
             rms_norm_eps=fields.number("rms_norm_eps"),
-            rope=RopeConfig.from_hf(
-                fields,
-                theta=150_000.0 if gpt_oss else 10_000.0,
-                scaling=_GPT_OSS_ROPE if gpt_oss else None,
+            rope=rope,
+            context_length=max(
+                fields.count("max_position_embeddings"), stretched_context(fields, rope)
             ),
-            context_length=fields.count("max_position_embeddings"),
             windows=_windows(fields, family, layers),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             mlp_bias=gpt_oss or fields.flag("mlp_bias", False),

@@ -15,13 +15,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import ModelError
 from kvjax.models.fields import Fields
 
-_COMMON = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-}
+_ORIGINAL = "original_max_position_embeddings"
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
 _PARAMETERS = {
     "default": set(),
     "linear": {"factor"},
@@ -97,10 +92,27 @@ class RopeConfig:
         scaled = cls(theta, kind, rope.number("factor"))
         if kind == "linear":
             return scaled
-        original = _once(fields, rope, "original_max_position_embeddings", Fields.count)
+        original = _once(fields, rope, _ORIGINAL, Fields.count)
         original = original or fields.count("max_position_embeddings")
         scaled = dataclasses.replace(scaled, original_context=original)
         return _read_llama3(scaled, rope) if kind == "llama3" else _read_yarn(scaled, rope)
+
+
+def stretched_context(fields: Fields, rope: RopeConfig) -> int:
+    """Tokens that a stretched model is for by its own words; 0 where it says nothing of that.
+
+    A model that was published stretched has a `max_position_embeddings` of that many already. One
+    that its users are told to stretch keeps the old one, as Qwen2.5 and Qwen3 do under YaRN.
+    Llama 3's factor says nothing: 32 times 8192 is twice what Llama 3.2 was trained for.
+
+    Args:
+        fields: the whole model config.
+        rope: what was read out of it.
+    """
+    original = _once(fields, _scaling_fields(fields, None)[1], _ORIGINAL, Fields.count)
+    if original is None or rope.kind not in ("linear", "yarn"):
+        return 0
+    return int(min(rope.factor * original, np.iinfo(np.int32).max))
 
 
 def _scaling_fields(fields: Fields, default: dict | None) -> tuple[str, Fields]:

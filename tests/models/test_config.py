@@ -126,6 +126,35 @@ def test_rope_parameters_are_read():
     assert moved.rope.original_context == 64
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+@pytest.mark.parametrize(
+    ("old", "factor", "context"),
+    [(128, 4.0, 512), (32, 4.0, 128), (16, 4.0, 128), (64, 2.6, 166), (128, 1e308, 2**31 - 1)],
+)
+def test_the_context_is_what_it_is_stretched_to(family, kind, old, factor, context):
+    """Qwen's way leaves max_position_embeddings, here 128, as it was before the stretch."""
+    scaling = {"rope_type": kind, "factor": factor}
+    inner = read(family, rope_scaling=scaling | {"original_max_position_embeddings": old})
+    outer = read(family, rope_scaling=scaling, original_max_position_embeddings=old)
+    assert inner.context_length == context and inner == outer
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_stretch_of_nothing_named_leaves_the_context(kind):
+    """The length may be the stretched one already."""
+    assert read("qwen2", rope_scaling={"type": kind, "factor": 4.0}).context_length == 128
+    assert read("gpt_oss").context_length == 128
+
+
+def test_llama3s_factor_is_no_context():
+    """Llama 3.2: 32 times 8192 is more than it was trained for."""
+    scaling = _LLAMA3 | {"rope_type": "llama3", "factor": 32.0}
+    scaling["original_max_position_embeddings"] = 8192
+    small = read("llama", rope_scaling=scaling, max_position_embeddings=131072)
+    assert small.context_length == 131072
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
