@@ -187,7 +187,8 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
     if wrong := sorted(set(_FIELDS) ^ record.keys()):
         what = "missing" if wrong[0] in _FIELDS else "unknown"
         raise UsageError(f"{RECORD}: {wrong[0]} is {what}")
-    kinds = {"fingerprint": str, "model": str, "spectral": dict, "measured": dict}
+    texts = dict.fromkeys(("fingerprint", "model", "tensors_sha256"), str)
+    kinds = texts | {"spectral": dict, "measured": dict}
     for name, kind in kinds.items():
         if not isinstance(record[name], kind):
             raise UsageError(f"{RECORD}: {name} must be a {kind.__name__}, got {record[name]!r}")

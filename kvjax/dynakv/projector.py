@@ -4,11 +4,19 @@ import dataclasses
 import math
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from kvjax.dynakv.adapter import COMMAND, MODEL_PREFIX, TENSORS, load_adapter, read_record
+from kvjax.dynakv.adapter import (
+    COMMAND,
+    MODEL_PREFIX,
+    RECORD,
+    TENSORS,
+    load_adapter,
+    read_record,
+)
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import Spectra, inverted_once, key_width
 from kvjax.errors import UsageError
@@ -73,7 +81,8 @@ class Projector:
             path = pathlib.Path(folder)
             record = read_record(path)
             settings = SpectralSettings(**record["spectral"])
-            _check(path, settings)
+            _check(settings)
+            measured = _measured(record["measured"], _layers(path))
         except (TypeError, UsageError) as error:
             raise UsageError(f"adapter: {os.fspath(folder)}: {error}") from error
         trained = settings.tau
@@ -84,7 +93,6 @@ class Projector:
         if rate is not None and not (isinstance(rate, float | int) and 0 < rate <= 1):
             raise UsageError(f"rate must be a share above 0 and at most 1, got {rate!r}")
         rates = ((float(rate),) * 2,) if rate is not None else ((1.0, 1.0),)
-        measured = record["measured"].get("rate_by_layer")
         if rate is None and measured and settings.tau >= trained:
             rates = tuple(
                 tuple(_room(share, settings, blocks) for share in pair) for pair in measured
@@ -165,22 +173,43 @@ def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:
     return inverted_once(spectra, projector.in_blocks(key_width(lm.config)))
 
 
-def _check(path: pathlib.Path, settings: SpectralSettings) -> None:
+def _check(settings: SpectralSettings) -> None:
     if not settings.masks_own:
         raise UsageError(
             "it was trained to see a token's own key and value uncompressed (--no-masks-own), "
             f"which a cache of latents does not hold: train one without that: {COMMAND}"
         )
+
+
+def _layers(path: pathlib.Path) -> int:
+    """How many there are bases for, and for nothing else."""
     try:
         with safetensors.safe_open(path / TENSORS, "numpy") as tensors:
-            trained = any(name.startswith(MODEL_PREFIX) for name in tensors.keys())  # noqa: SIM118
+            names = list(tensors.keys())
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read {TENSORS}: {error}") from error
-    if trained:
+    if any(name.startswith(MODEL_PREFIX) for name in names):
         raise UsageError(
             "it holds a model that was trained with it (--trains all), and the decoder takes only "
             f"bases and gates: train one with --trains spectral: {COMMAND}"
         )
+    return len({name.rpartition(".keys.")[0] for name in names if ".keys." in name})
+
+
+def _measured(found: Mapping[str, Any], layers: int) -> list[list[float]] | None:
+    """The shares of keys and of values that every layer was found to keep, if they are told."""
+    rates = found.get("rate_by_layer")
+    if rates is None:
+        return None
+    pairs = rates if isinstance(rates, list) and len(rates) == layers else [None]
+    for pair in pairs:
+        two = isinstance(pair, list) and len(pair) == 2
+        if not two or not all(type(share) in (int, float) and 0 <= share <= 1 for share in pair):
+            raise UsageError(
+                f"{RECORD}: measured.rate_by_layer must hold two shares from 0 to 1 for each of "
+                f"the {layers} layers: it is damaged, copy the folder again"
+            )
+    return rates
 
 
 def _fitting(width: int, bits: int) -> int:

@@ -97,6 +97,7 @@ def test_a_missing_file_is_named(folder, name):
         ({"spectral": {"later": 1}}, "not usable with this version"),
         ({"spectral": {}}, "keys.mean is extra"),
         ({"fingerprint": 3}, "fingerprint must be a str"),
+        ({"tensors_sha256": []}, "tensors_sha256 must be a str"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(folder, change, message):

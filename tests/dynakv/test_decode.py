@@ -322,6 +322,31 @@ def test_a_model_that_was_trained_as_well_is_refused(tmp_path):
         kvjax.recipes.dynakv(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "rates",
+    [
+        0.5,
+        [],
+        {"0": [0.5, 0.5]},
+        [[0.5, 0.5]],
+        [[0.5, 0.5]] * 3,
+        [[0.5, 0.5], 0.5],
+        [[0.5, 0.5], [0.5]],
+        [[0.5, 0.5], [0.5, "0.5"]],
+        [[0.5, 0.5], [0.5, None]],
+        [[0.5, 0.5], [0.5, True]],
+        [[0.5, 0.5], [0.5, math.nan]],
+        [[0.5, 0.5], [0.5, 1.01]],
+        [[0.5, 0.5], [-0.01, 0.5]],
+    ],
+)
+def test_damaged_rates_are_refused(rates, tmp_path):
+    folder = saved(tmp_path, spectra(), tiny("llama", 2), rate_by_layer=rates)
+    with pytest.raises(UsageError, match=r"^adapter: .*rate_by_layer must .* 2 layers") as error:
+        kvjax.recipes.dynakv(folder)
+    assert folder in str(error.value)
+
+
 def test_no_adapter_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"adapter: .*cannot read adapter.json"):
         kvjax.recipes.dynakv(tmp_path / "none")
