@@ -11,12 +11,17 @@ import argparse
 import ast
 import json
 import pathlib
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 
+from kvjax.command.entry import run_parsed
+from kvjax.command.files import check_writable
+from kvjax.command.interrupt import Interrupts
+from kvjax.errors import UsageError
 from kvjax.files import write_atomically
 from kvjax.report.say import say
 
@@ -56,7 +61,7 @@ def passages(path: pathlib.Path) -> list[str]:
     return [one for one in found if one]
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kvjax.train.documents",
         description=__doc__,
@@ -72,8 +77,28 @@ def main(argv: list[str] | None = None) -> None:
         default=pathlib.Path(sysconfig.get_path("purelib")),
         help="where to look (default: this Python's packages)",
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--verbose", action="store_true", help="show where an error came from")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Write the file and return the exit code.
+
+    Raises:
+        UsageError: there is no document, or the file cannot be written.
+    """
+    del interrupts  # there is nothing to keep before the end
+    if args.characters < 1:
+        raise UsageError(f"--characters must be at least 1, got {args.characters}")
+    if not args.folder.is_dir():
+        raise UsageError(f"--folder: {args.folder} is no folder: name one that has packages")
+    check_writable(str(args.out), "--out")
     found = list(documents(args.folder, args.shortest))
+    if not found:
+        raise UsageError(
+            f"--folder: {args.folder} holds no passage of {args.shortest} characters: name another "
+            "one, or a smaller --shortest"
+        )
     order = np.random.default_rng(args.seed).permutation(len(found))
     lines, left = [], args.characters
     for index in order:
@@ -82,9 +107,18 @@ def main(argv: list[str] | None = None) -> None:
         lines.append(json.dumps({"text": text}))
         if not left:
             break
-    write_atomically(args.out, "".join(f"{line}\n" for line in lines).encode())
+    try:
+        write_atomically(args.out, "".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise UsageError(f"--out: cannot write {args.out}: {error.strerror}") from error
     say(f"kvjax: {len(lines):,} documents, {args.characters - left:,} characters in {args.out}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_parsed(parse, argv, run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

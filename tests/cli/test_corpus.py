@@ -104,9 +104,41 @@ def test_documents_are_docstrings_and_pages_of_packages(tmp_path):
     assert found == [long, long * 2, f"# Title\n{long}"]  # what a.py has said, b.py does not repeat
     out = tmp_path / "documents.jsonl"
     shared = ["--folder", str(tmp_path / "packages"), "--shortest", "20", "--out", str(out)]
-    documents.main([*shared, "--characters", "60"])
+    assert documents.main([*shared, "--characters", "60"]) == 0
     texts = [json.loads(line)["text"] for line in io.StringIO(out.read_text())]
     assert sum(map(len, texts)) == 60 and all(any(text in one for one in found) for text in texts)
     before = out.read_bytes()
-    documents.main([*shared, "--characters", "60"])
+    assert documents.main([*shared, "--characters", "60"]) == 0
     assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--folder": "{tmp}/none"}, "--folder: {tmp}/none is no folder"),
+        ({"--folder": "{tmp}/empty"}, "--folder: {tmp}/empty holds no passage of 9 characters"),
+        ({"--out": "{tmp}/none/out"}, "--out: cannot write {tmp}/none/out: No such file"),
+        ({"--out": "{tmp}"}, "--out: {tmp} is no regular file"),
+        ({"--characters": "0"}, "--characters must be at least 1, got 0"),
+    ],
+)
+def test_documents_that_cannot_be_found_or_written(tmp_path, capsys, change, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "page.md").write_text("What it says.")
+    out = tmp_path / "out"
+    options = {"--folder": "{tmp}", "--out": str(out), "--characters": "60", "--shortest": "9"}
+    argv = [word.format(tmp=tmp_path) for pair in (options | change).items() for word in pair]
+    assert documents.main(argv) == 2 and not out.exists()
+    told = capsys.readouterr().err
+    assert message.format(tmp=tmp_path) in told and told.count("\n") == 1
+
+
+def test_documents_on_a_full_disk(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "page.md").write_text("What it says.")
+    monkeypatch.setattr(documents, "write_atomically", full)
+    argv = ("--folder", tmp_path, "--out", tmp_path / "out", "--characters", 60, "--shortest", 9)
+    assert documents.main([*map(str, argv)]) == 2
+    assert f"--out: cannot write {tmp_path}/out: No space left" in capsys.readouterr().err
