@@ -34,8 +34,6 @@ from kvjax.train.dynakv.data import read_rows
 from kvjax.train.dynakv.sample import sample_rows
 from kvjax.train.dynakv.settings import TrainSettings
 
-_ALL = 1 << 40  # steps of a row each, so that no file is read in part
-
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -75,15 +73,13 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     start_devices(args)
     keep_compiled_programs()
     with in_flags():
-        settings = TrainSettings(
-            steps=_ALL, seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed
-        )
+        settings = TrainSettings(seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
     config = DecodeConfig(model=args.model, tokenizer=args.tokenizer, dtype=args.dtype)
     shape = shape_of_model(config)
     parts = []
     if args.data:
         with in_flags():
-            rows = read_rows(args.data, shape, settings, text_field=args.text_field)
+            rows = read_rows(args.data, shape, settings, text_field=args.text_field, whole=True)
         parts.append(rows.tokens[rows.valid.all(1)])
         say_unless(args.quiet, f"{len(parts[0]):,} rows of {', '.join(args.data)}")
     if args.self_data:

@@ -55,7 +55,7 @@ def run(config: TrainDynaKVConfig, interrupts: Interrupts, config_file: str | No
         spectral.check_width(key_width(shape.config), shape.config.num_layers)
         check_fit(shape, settings, jax.device_count())
     start = _start(config, shape, spectral)
-    rows = _read(config, shape, settings)
+    rows = _read(config, shape, settings, folder)
     progress = ProgressLine(sys.stderr, enabled=not config.quiet)
     try:
         progress.phase(f"loading {shape.source}")
@@ -122,10 +122,16 @@ def _start(
 
 
 def _read(
-    config: TrainDynaKVConfig, shape: loading.LanguageModel, settings: TrainSettings
+    config: TrainDynaKVConfig,
+    shape: loading.LanguageModel,
+    settings: TrainSettings,
+    folder: pathlib.Path,
 ) -> Rows | None:
+    """Rows of files, or those that an interrupted run has sampled; None if they are to be."""
     if not config.data:
-        return None
+        path = folder / SELF_DATA
+        kept = config.resume and path.exists()
+        return _sampled_before(config, path, shape, settings) if kept else None
     try:
         with in_flags():
             rows = read_rows(config.data, shape, settings, text_field=config.text_field)
@@ -133,6 +139,22 @@ def _read(
             return rows
     except UsageError as error:
         raise UsageError(f"--data: {error}") from error
+
+
+def _sampled_before(
+    config: TrainDynaKVConfig,
+    path: pathlib.Path,
+    shape: loading.LanguageModel,
+    settings: TrainSettings,
+) -> Rows:
+    with in_flags():
+        rows = read_rows([str(path)], shape, settings, whole=True)
+    if len(rows) != config.self_data:
+        raise UsageError(
+            f"--self-data: {path.parent} holds a run with {len(rows)} sampled rows and not "
+            f"{config.self_data}: give --self-data {len(rows)}, or name another folder"
+        )
+    return rows
 
 
 def _sample(
@@ -143,10 +165,7 @@ def _sample(
     progress: ProgressLine,
     interrupts: Interrupts,
 ) -> Rows | None:
-    """Sampled rows, or those that an interrupted run has sampled before."""
-    path = folder / SELF_DATA
-    if config.resume and path.exists():
-        return read_rows([str(path)], lm, settings)
+    """Sampled rows, which are kept for a run that goes on; None if it was interrupted."""
     progress.phase("sampling rows from the model (compiles at first)")
     wanted = config.self_data * settings.seq_len
     rows = sample_rows(
@@ -159,7 +178,7 @@ def _sample(
     if rows is not None:
         content = io.BytesIO()
         np.save(content, rows.tokens)
-        _write(path, content.getvalue())
+        _write(folder / SELF_DATA, content.getvalue())
     return rows
 
 

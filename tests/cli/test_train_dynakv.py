@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from kvjax.train.dynakv.data import Rows
+from kvjax.train.dynakv.loop import Event, claim
 from kvjax.train_dynakv import main
 from tests.cli.conftest import Outcome
 
@@ -124,6 +126,37 @@ def test_a_damaged_adapter_is_refused_with_its_flag(train, tmp_path):
     assert "kvjax: --adapter: " in found.err and "adapter.json is not readable as JSON" in found.err
 
 
+@pytest.fixture
+def sampled(monkeypatch):
+    """Nothing is decoded and nothing trained, but the folder is claimed; what was sampled."""
+    asked = []
+
+    def sample(lm, count, settings, **options):
+        asked.append(count)
+        ids = np.random.default_rng(count).integers(96, size=(count, settings.seq_len))
+        return Rows(ids.astype(np.int32), np.ones(ids.shape, bool))
+
+    def claims(lm, rows, spectral, settings, folder, *, resume, **options):
+        claim(folder, {"data": rows.digest()}, resume)
+        yield Event("interrupted")
+
+    monkeypatch.setattr("kvjax.command.train_dynakv_run.sample_rows", sample)
+    monkeypatch.setattr("kvjax.command.train_dynakv_run.train", claims)
+    return asked
+
+
+def test_sampled_rows_are_read_again_however_many_steps_need(train, model, tmp_path, sampled):
+    out = tmp_path / "out"
+    words = ("--model", model, "--out", out, *SHORT, "--steps", 1, "--calibration-tokens", 16)
+    assert train(*words, "--self-data", 40, defaults=False).code == 130
+    before = (out / "self_data.npy").read_bytes()
+    found = train(*words, "--self-data", 40, "--resume", defaults=False)
+    assert found.code == 130, found.err
+    found = train(*words, "--self-data", 4000, "--resume", defaults=False)
+    assert found.code == 2 and "with 40 sampled rows and not 4000: give --self-data 40" in found.err
+    assert sampled == [40] and (out / "self_data.npy").read_bytes() == before
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_bytes(model, data, tmp_path):
     argv = ("--model", model, "--data", data, "--steps", 30, *SHORT)
@@ -159,3 +192,5 @@ def test_rows_can_be_sampled_from_the_model(train, model, tmp_path):
     assert found.code == 0, found.err
     rows = np.load(tmp_path / "out" / "self_data.npy")
     assert rows.shape == (8, 16) and len({tuple(row) for row in rows}) == 8
+    found = train(*words, "--steps", 2, "--resume", defaults=False)
+    assert found.code == 0, found.err

@@ -44,12 +44,17 @@ class Rows:
 
 
 def read_rows(
-    paths: Iterable[str], lm: "LanguageModel", settings: TrainSettings, *, text_field: str = "text"
+    paths: Iterable[str],
+    lm: "LanguageModel",
+    settings: TrainSettings,
+    *,
+    text_field: str = "text",
+    whole: bool = False,
 ) -> Rows:
     """Rows out of files.
 
     Documents follow one another, each with the tokens that begin and end a text in this model, and
-    are cut into rows; reading stops when there are enough for every step. A last row is padded.
+    are cut into rows. A last row is padded.
 
     Args:
         paths: UTF-8 texts (one document each), ``.jsonl`` (a document a line, in ``text_field``),
@@ -57,6 +62,7 @@ def read_rows(
         lm: the model; its weights may be shapes alone.
         settings: how long rows are, and how many are of use.
         text_field: where a line of JSON has its text.
+        whole: read the files to their end; else no more than is enough for every step.
 
     Raises:
         UsageError: a file cannot be read or used, or there is too little in all of them.
@@ -75,12 +81,12 @@ def read_rows(
             else:
                 pieces.append(ids)
                 held += len(ids)
-            if len(rows) + held // settings.seq_len >= wanted:
+            if not whole and len(rows) + held // settings.seq_len >= wanted:
                 break
     stream = np.concatenate([*pieces, np.zeros(0, np.int32)])
     cuts = range(0, len(stream), settings.seq_len)
     rows += [part for cut in cuts if len(part := stream[cut : cut + settings.seq_len]) > 1]
-    return _padded(rows[:wanted], settings.seq_len)
+    return _padded(rows if whole else rows[:wanted], settings.seq_len)
 
 
 def split(rows: Rows, settings: TrainSettings) -> tuple[Rows, Rows]:
