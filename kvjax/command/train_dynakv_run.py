@@ -28,8 +28,9 @@ from kvjax.errors import UsageError
 from kvjax.files import write_atomically
 from kvjax.report.progress import ProgressLine
 from kvjax.report.say import say
+from kvjax.train.claim import check_claim
 from kvjax.train.dynakv.data import Rows, read_rows, split
-from kvjax.train.dynakv.loop import Event, check_fit, train
+from kvjax.train.dynakv.loop import Event, check_fit, identity_of, train
 from kvjax.train.dynakv.metrics import METRICS, PICTURE, draw, read
 from kvjax.train.dynakv.sample import sample_rows
 from kvjax.train.dynakv.settings import TrainSettings
@@ -56,6 +57,9 @@ def run(config: TrainDynaKVConfig, interrupts: Interrupts, config_file: str | No
         check_fit(shape, settings, jax.device_count())
     start = _start(config, shape, spectral)
     rows = _read(config, shape, settings, folder)
+    with in_flags():
+        identity = identity_of(shape, rows, spectral, settings, jax.device_count())
+        check_claim(folder, identity, config.resume)
     progress = ProgressLine(sys.stderr, enabled=not config.quiet)
     try:
         progress.phase(f"loading {shape.source}")

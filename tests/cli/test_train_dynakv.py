@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from kvjax.train.claim import claim
 from kvjax.train.dynakv.data import Rows
-from kvjax.train.dynakv.loop import Event, claim
+from kvjax.train.dynakv.loop import Event, identity_of
 from kvjax.train_dynakv import main
 from tests.cli.conftest import Outcome
 
@@ -137,7 +139,7 @@ def sampled(monkeypatch):
         return Rows(ids.astype(np.int32), np.ones(ids.shape, bool))
 
     def claims(lm, rows, spectral, settings, folder, *, resume, **options):
-        claim(folder, {"data": rows.digest()}, resume)
+        claim(folder, identity_of(lm, rows, spectral, settings, jax.device_count()), resume)
         yield Event("interrupted")
 
     monkeypatch.setattr("kvjax.command.train_dynakv_run.sample_rows", sample)
@@ -155,6 +157,24 @@ def test_sampled_rows_are_read_again_however_many_steps_need(train, model, tmp_p
     found = train(*words, "--self-data", 4000, "--resume", defaults=False)
     assert found.code == 2 and "with 40 sampled rows and not 4000: give --self-data 40" in found.err
     assert sampled == [40] and (out / "self_data.npy").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_rows_are_sampled(
+    train, model, data, tmp_path, sampled
+):
+    out, common = tmp_path / "out", ("--model", model, *SHORT, "--steps", 1)
+    words = (*common, "--self-data", 40, "--out", out)
+    assert train(*words, defaults=False).code == 130
+    (out / "self_data.npy").write_text("kept")
+    found = train(*words, defaults=False)
+    assert found.code == 2 and "holds a run already" in found.err
+    assert (out / "self_data.npy").read_text() == "kept"
+    (out / "self_data.npy").unlink()
+    found = train(*words, "--resume", "--lr-u", 1, defaults=False)
+    assert found.code == 2 and "a run with --lr-u 0.0003 and not 1.0" in found.err
+    found = train(*common, "--self-data", 40, "--out", data / "below", defaults=False)
+    assert found.code == 2 and "below: Not a directory" in found.err
+    assert sampled == [40]
 
 
 @pytest.mark.slow

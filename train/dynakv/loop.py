@@ -1,7 +1,6 @@
 """The loop: steps, evaluations and checkpoints, from the first basis to the adapter."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import time
@@ -16,7 +15,7 @@ from kvjax.dynakv.pca import spectra_of
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import Spectra
 from kvjax.errors import CapacityError, NumericalError, UsageError
-from kvjax.files import write_atomically
+from kvjax.train.claim import claim
 from kvjax.train.dynakv.alpha import AlphaControl
 from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
@@ -29,7 +28,7 @@ from kvjax.train.dynakv.state import Trainer, TrainState
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
 
-RUN, CHECKPOINTS = "run.json", "checkpoints"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +85,7 @@ def train(
     check_fit(lm, settings, len(devices))
     training, held = split(rows, settings)
     folder = pathlib.Path(folder)
-    identity = {
-        "fingerprint": lm.fingerprint,
-        "dtype": str(lm.dtype),
-        "data": rows.digest(),
-        "devices": len(devices),
-        "spectral": dataclasses.asdict(spectral),
-        "training": dataclasses.asdict(settings),
-    }
+    identity = identity_of(lm, rows, spectral, settings, len(devices))
     claim(folder, identity, resume)
     control = AlphaControl(settings.alpha, settings.target_rate, settings.steps)
     if start is None:
@@ -126,6 +118,24 @@ def train(
         )
     save_adapter(adapter, folder)
     yield Event("done", step=chosen, values=adapter.measured, adapter=adapter)
+
+
+def identity_of(
+    lm: "LanguageModel",
+    rows: Rows | None,
+    spectral: SpectralSettings,
+    settings: TrainSettings,
+    devices: int,
+) -> dict[str, Any]:
+    """What makes a run what it is: all of it, or all but the rows if they are still to come."""
+    known = {
+        "fingerprint": lm.fingerprint,
+        "dtype": str(lm.dtype),
+        "devices": devices,
+        "spectral": dataclasses.asdict(spectral),
+        "training": dataclasses.asdict(settings),
+    }
+    return known if rows is None else known | {"data": rows.digest()}
 
 
 def check_fit(lm: "LanguageModel", settings: TrainSettings, devices: int) -> None:
@@ -253,38 +263,3 @@ def calibration(rows: Rows, settings: TrainSettings) -> Iterator[tuple[np.ndarra
     count = min(len(rows), -(-settings.calibration_tokens // settings.seq_len))
     for part in in_batches(rows.take(slice(count)), min(count, settings.batch_size)):
         yield part.tokens, part.valid
-
-
-def claim(folder: pathlib.Path, identity: dict[str, Any], resume: bool) -> None:
-    """See that the folder is this run's, or nobody's.
-
-    Raises:
-        UsageError: it is another run's, or cannot be written.
-    """
-    path = folder / RUN
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            before = json.loads(path.read_bytes())
-            if not resume:
-                raise UsageError(f"{folder} holds a run already: resume it, or name another folder")
-            if different := _difference(before, identity):
-                raise UsageError(f"{folder} holds a run with {different}: it cannot be resumed")
-            return
-        write_atomically(path, f"{json.dumps(identity, indent=1)}\n".encode())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot use {folder}: {reason}") from error
-
-
-def _difference(before: Any, now: dict[str, Any], prefix: str = "") -> str | None:
-    """The first setting that differs, and what it was."""
-    before = before if isinstance(before, dict) else {}
-    for name, value in now.items():
-        old = before.get(name)
-        if isinstance(value, dict):
-            if found := _difference(old, value, prefix):
-                return found
-        elif old != value:
-            return f"{prefix}{name} {old!r} and not {value!r}"
-    return None

@@ -18,9 +18,10 @@ from kvjax.models.decoder import Decoder
 from kvjax.report.progress import ProgressLine
 from kvjax.sharding import device_mesh
 from kvjax.sharding.mesh import DATA
+from kvjax.train.claim import claim
 from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
-from kvjax.train.dynakv.loop import CHECKPOINTS, calibration, check_fit, claim
+from kvjax.train.dynakv.loop import CHECKPOINTS, calibration, check_fit
 from kvjax.train.dynakv.metrics import METRICS, Metrics
 from kvjax.train.matryoshka.files import Matryoshka, Point, save_matryoshka
 from kvjax.train.matryoshka.projections import (
