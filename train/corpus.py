@@ -4,8 +4,8 @@
     python -m kvjax.train.corpus --data text.npy --self-data 8192 --out corpus.npy
 
 Rows cut from texts, as `kvjax.train_dynakv` cuts them, and rows that the model writes itself are
-shuffled together and written as token ids [N, --seq-len]. Only whole rows count. On Ctrl-C the
-batches of rows that the model has finished are kept.
+shuffled together and written as token ids [N, --seq-len]. Only whole rows count. On Ctrl-C, or
+when sampling fails, the batches of rows that the model has finished are kept.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import dataclasses
 import io
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Int
@@ -33,6 +34,7 @@ from kvjax.report.say import say
 from kvjax.train.dynakv.data import read_rows
 from kvjax.train.dynakv.sample import sample_rows
 from kvjax.train.dynakv.settings import TrainSettings
+from kvjax.train.outputs import prepare
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -70,6 +72,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         raise UsageError(f"--self-data must be at least 0, got {args.self_data}")
     if args.out.suffix != ".npy":
         raise UsageError(f"--out: {args.out} must end in .npy, or it cannot be read as token ids")
+    inputs = (*args.data, args.model, args.tokenizer)
+    prepare(args.out, tuple(name for name in inputs if name))
     start_devices(args)
     keep_compiled_programs()
     with in_flags():
@@ -83,23 +87,36 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         parts.append(rows.tokens[rows.valid.all(1)])
         say_unless(args.quiet, f"{len(parts[0]):,} rows of {', '.join(args.data)}")
     if args.self_data:
-        parts += _sampled(args, shape, settings, interrupts)
+        found: list[np.ndarray] = []
+        try:
+            for tokens in _sampled(args, shape, settings, interrupts):
+                found.append(tokens)
+        except Exception:
+            if found:
+                _keep(args, [*parts, *found], shape.config.vocab_size)
+            raise
+        parts += found
+    _keep(args, parts, shape.config.vocab_size)
+    return INTERRUPTED if interrupts.requested() else 0
+
+
+def _keep(args: argparse.Namespace, parts: list[np.ndarray], vocab_size: int) -> None:
+    """Shuffle and write all rows."""
     tokens = np.concatenate([*parts, np.zeros((0, args.seq_len), np.int32)])
     if not len(tokens):
         raise UsageError(
             f"there is no whole row of {args.seq_len} tokens: pass a smaller --seq-len"
         )
     np.random.default_rng(args.seed).shuffle(tokens)
-    _write(args.out, tokens, shape.config.vocab_size)
+    _write(args.out, tokens, vocab_size)
     say_unless(args.quiet, f"{len(tokens):,} rows of {args.seq_len:,} tokens in {args.out}")
-    return INTERRUPTED if interrupts.requested() else 0
 
 
 def _sampled(
     args: argparse.Namespace, shape: LanguageModel, settings: TrainSettings, interrupts: Interrupts
-) -> list[Int[np.ndarray, "B T"]]:
-    """Rows that the model writes, a batch at a time; those that are whole if it is interrupted."""
-    progress, found = ProgressLine(sys.stderr, enabled=not args.quiet), []
+) -> Iterator[Int[np.ndarray, "B T"]]:
+    """Rows that the model writes, a batch at a time, until it is interrupted."""
+    progress = ProgressLine(sys.stderr, enabled=not args.quiet)
     try:
         progress.phase(f"loading {shape.source}")
         lm = kvjax.load(shape.source, dtype=args.dtype, tokenizer=args.tokenizer)
@@ -118,17 +135,15 @@ def _sampled(
             )
             if rows is None:
                 break
-            found.append(rows.tokens)
+            yield rows.tokens
     finally:
         progress.clear()
-    return found
 
 
 def _write(path: pathlib.Path, tokens: Int[np.ndarray, "N T"], vocab_size: int) -> None:
     content = io.BytesIO()
     np.save(content, tokens.astype(np.uint16 if vocab_size <= 1 << 16 else np.int32))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content.getvalue())
     except OSError as error:
         raise UsageError(f"--out: cannot write {path}: {error.strerror}") from error

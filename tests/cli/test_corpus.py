@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from kvjax.errors import NumericalError
 from kvjax.train import corpus, documents
 
 
@@ -64,6 +65,38 @@ def test_what_the_model_has_finished_is_kept(made, text, monkeypatch):
     monkeypatch.setattr(corpus, "sample_rows", stopped)
     _, rows = made("--self-data", 6)
     assert sorted(rows.tolist()) == sorted(done[0].tokens.tolist()) and len(rows) == 2
+
+
+def test_what_the_model_has_finished_is_kept_when_it_fails(made, monkeypatch, capsys):
+    real, done = corpus.sample_rows, []
+
+    def failing(*args, **options):
+        if done:
+            raise NumericalError("self-sampled row 1: a logit is NaN")
+        done.append(real(*args, **options))
+        return done[0]
+
+    monkeypatch.setattr(corpus, "sample_rows", failing)
+    code, rows = made("--self-data", 6)
+    assert code == 5 and sorted(rows.tolist()) == sorted(done[0].tokens.tolist())
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].startswith("kvjax: 2 rows of 16 tokens in ")
+    assert said[-1] == "kvjax: self-sampled row 1: a logit is NaN"
+    code, rows = made("--self-data", 6)
+    assert code == 5 and rows is None  # there is nothing to keep
+
+
+def test_out_is_looked_at_before_anything_is_sampled(made, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(corpus, "_sampled", None)
+    assert made("--self-data", 2, "--out", text / "rows.npy")[0] == 2
+    assert "--out: cannot write " in capsys.readouterr().err
+    before = np.arange(64, dtype=np.int32).reshape(4, 16)
+    np.save(tmp_path / "in.npy", before)
+    (tmp_path / "link.npy").symlink_to(tmp_path / "in.npy")
+    for name in ("in.npy", "link.npy"):
+        assert made("--data", tmp_path / "in.npy", "--out", tmp_path / name)[0] == 2
+        assert "is also an input" in capsys.readouterr().err
+    np.testing.assert_array_equal(np.load(tmp_path / "in.npy"), before)
 
 
 @pytest.mark.parametrize(
