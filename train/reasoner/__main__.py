@@ -6,9 +6,13 @@ import pathlib
 import shlex
 import signal
 import sys
+import tempfile
 
-from kvjax.errors import KvjaxError
-from kvjax.train.reasoner.export import export
+from flax import nnx
+
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.train.outputs import prepare
+from kvjax.train.reasoner.export import WEIGHTS, export
 from kvjax.train.reasoner.loop import Settings, train
 from kvjax.train.reasoner.task import WIDTHS
 
@@ -49,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
     try:
+        prepare(args.out / WEIGHTS)
         settings = Settings(
             steps=args.steps or 1,
             batch_tokens=args.batch_tokens,
@@ -66,13 +71,31 @@ def main(argv: list[str] | None = None) -> int:
             say=lambda line: print(line, file=sys.stderr, flush=True),
             should_stop=lambda step: bool(asked),
         )
+        _export(args.out, settings, state["params"])
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    export(args.out, settings.config, state["params"], _command(settings))
     done = int(state["step"])
     print(f"{args.out}: the model after {done} of {settings.steps} steps", file=sys.stderr)
     return 0 if done == settings.steps else 130
+
+
+def _export(out: pathlib.Path, settings: Settings, params: nnx.State) -> None:
+    """Write the model, elsewhere if it has to be: hours of training are not lost to a full disk.
+
+    Raises:
+        UsageError: it is not where it was wanted.
+    """
+    try:
+        export(out, settings.config, params, _command(settings))
+    except OSError as error:
+        failed = f"--out: cannot write {out}: {error.strerror or error}"
+        try:
+            spare = pathlib.Path(tempfile.mkdtemp(prefix="reasoner-"))
+            export(spare, settings.config, params, _command(settings))
+        except OSError:
+            raise UsageError(failed) from error
+        raise UsageError(f"{failed}; the model is in {spare}") from error
 
 
 def _command(settings: Settings) -> str:

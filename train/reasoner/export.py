@@ -8,13 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from kvjax.files import write_atomically
 from kvjax.models.config import ModelConfig
 from kvjax.train.reasoner import vocabulary
 from kvjax.weights.assemble import parameter_plan
 
+WEIGHTS = "model.safetensors"
 _CARD = """---
 license: apache-2.0
 library_name: transformers
@@ -44,36 +46,40 @@ _PROMPT = (
 
 
 def export(directory: pathlib.Path, fields: Mapping[str, Any], params: nnx.State, command: str):
-    """Write config, weights in bfloat16, tokenizer and model card.
+    """Write weights in bfloat16, config, tokenizer and model card, each file whole or not at all.
 
     Args:
         directory: made if it is not there.
         fields: of config.json.
         params: a decoder's parameters.
         command: that trained the model.
+
+    Raises:
+        OSError: a file cannot be written; one that is there stays as it was.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(ModelConfig.from_hf(fields), params)
-    # Older readers of safetensors ask for the format.
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", {**fields, "dtype": "bfloat16"})
-    tokenizer().save(str(directory / "tokenizer.json"))
     names = {"bos": vocabulary.BOS, "eos": vocabulary.EOS, "pad": vocabulary.PAD}
     special = {f"{name}_token": vocabulary.WORDS[index] for name, index in names.items()}
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "unk_token": vocabulary.WORDS[vocabulary.UNKNOWN],
-            **special,
-        },
-    )
+    spoken = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "unk_token": vocabulary.WORDS[vocabulary.UNKNOWN],
+        **special,
+    }
     parameters = sum(tensor.size for tensor in tensors.values())
     card = _CARD.format(
         parameters=parameters, words=len(vocabulary.WORDS), command=command, prompt=_PROMPT
     )
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    # Older readers of safetensors ask for the format.
+    write_atomically(directory / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    for name, text in {
+        "config.json": _json({**fields, "dtype": "bfloat16"}),
+        "tokenizer.json": tokenizer().to_str(pretty=True),
+        "tokenizer_config.json": _json(spoken),
+        "README.md": card,
+    }.items():
+        write_atomically(directory / name, text.encode())
 
 
 def tokenizer() -> Tokenizer:
@@ -115,5 +121,5 @@ def _tensors(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     return found
 
 
-def _write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+def _json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=1) + "\n"

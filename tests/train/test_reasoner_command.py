@@ -1,0 +1,89 @@
+"""The reasoner's command: what it refuses, and that no trained model is lost."""
+
+import dataclasses
+import signal
+
+import numpy as np
+import pytest
+
+from kvjax.models.config import ModelConfig
+from kvjax.train.reasoner import __main__ as command
+from kvjax.train.reasoner.model import CONFIG, init
+
+TINY = {**CONFIG, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run the command on a model that is not trained: its exit code, its message, the trainings."""
+    trainings = []
+
+    def train(settings, **options):
+        trainings.append((settings, options))
+        params = init(ModelConfig.from_hf(TINY), 0)
+        tiny = dataclasses.replace(settings, config=TINY)
+        return tiny, {"params": params, "step": np.int32(settings.steps)}
+
+    def start(*argv: object):
+        words = ["--out", tmp_path / "model", *argv]
+        code = command.main([*map(str, words)])
+        return code, capsys.readouterr().err, trainings
+
+    monkeypatch.setattr(command, "train", train)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield start
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_model_is_exported(run, tmp_path):
+    code, said, _ = run("--steps", 3)
+    assert code == 0 and "the model after 3 of 3 steps" in said
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_out_is_looked_at_before_training(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, said, trainings = run("--steps", 3, "--out", tmp_path / "file")
+    assert code == 2 and said.startswith("error: --out: cannot write ") and not trainings
+    assert said.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_written_is_kept_elsewhere(run, tmp_path, monkeypatch):
+    real = command.export
+
+    def full(directory, *rest):
+        if directory == tmp_path / "model":
+            raise OSError(28, "No space left on device")
+        real(directory, *rest)
+
+    monkeypatch.setattr(command, "export", full)
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
+    code, said, _ = run("--steps", 3)
+    [spare] = tmp_path.glob("reasoner-*")
+    assert code == 2 and said.count("\n") == 1
+    assert f"model: No space left on device; the model is in {spare}" in said
+    assert (spare / "config.json").exists()
+
+
+def test_an_old_model_stays_whole_when_a_new_one_is_cut_short(run, tmp_path, monkeypatch):
+    assert run("--steps", 3)[0] == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    real = command.pathlib.Path.write_bytes
+
+    def full(path, content):
+        real(path, content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command.pathlib.Path, "write_bytes", full)
+    code, said, _ = run("--steps", 4)
+    assert code == 2 and "cannot write" in said and "the model is in" not in said
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
