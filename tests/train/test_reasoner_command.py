@@ -87,3 +87,27 @@ def test_an_old_model_stays_whole_when_a_new_one_is_cut_short(run, tmp_path, mon
     code, said, _ = run("--steps", 4)
     assert code == 2 and "cannot write" in said and "the model is in" not in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--steps", 0), "--steps must be a whole number, at least 1, got 0"),
+        (("--seconds", -5), "--seconds must be above 0 and finite, got -5.0"),
+        (("--seconds", "nan"), "--seconds must be above 0"),
+        (("--steps", 3, "--every", 0), "--every must be at least 1, got 0"),
+        (("--steps", 3, "--workers", -1), "--workers must be at least 0, got -1"),
+        (("--steps", 3, "--warmup", -1), "--warmup must be a whole number, at least 0, got -1"),
+        (("--steps", 3, "--batch-tokens", 0), "--batch-tokens must be a whole number, at least 1"),
+        (("--steps", 3, "--learning-rate", "inf"), "--learning-rate must be above 0 and finite"),
+        (("--steps", 3, "--seed", -1), "--seed must be a whole number, at least 0, got -1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(run, tmp_path, argv, message):
+    code, said, trainings = run(*argv)
+    assert code == 2 and said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert not trainings and not (tmp_path / "model").exists()
+
+
+def test_levels_may_be_named_in_any_order(run):
+    assert run("--steps", 3, "--levels", 500, 200, 500)[2][0][0].levels == (200, 500)

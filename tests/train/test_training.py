@@ -99,6 +99,7 @@ def test_the_rate_rises_stays_and_falls_to_nothing():
     rates = [SETTINGS.rate(step) for step in range(SETTINGS.steps)]
     assert rates[0] == pytest.approx(2.5e-3) and max(rates) == rates[10] == 1e-2
     assert rates[-1] == pytest.approx(1e-2 / 6) and SETTINGS.rate(SETTINGS.steps) == 0
+    assert dataclasses.replace(SETTINGS, warmup=0).rate(0) == 1e-2
 
 
 def test_embedding_and_head_stay_tied(compiled):
@@ -178,7 +179,24 @@ def test_every_problem_is_trained_once():
     assert len(np.unique(np.concatenate([tokens, tests]), axis=0)) == len(tokens) + len(tests)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"levels": (200, 300)}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"batch_tokens": 0},
+        {"seed": -1},
+        {"seed": 1 << 32},
+        {"warmup": -1},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"decay": 1.5},
+        {"weight_decay": -0.1},
+        {"levels": ()},
+        {"levels": (200, 300)},
+        {"levels": (500, 200)},
+        {"levels": (200, 200)},
+    ],
+)
 def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         dataclasses.replace(SETTINGS, **wrong)

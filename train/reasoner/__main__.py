@@ -1,6 +1,7 @@
 """Train the reasoner: ``python -m kvjax.train.reasoner --steps N``."""
 
 import argparse
+import math
 import os
 import pathlib
 import shlex
@@ -10,6 +11,7 @@ import tempfile
 
 from flax import nnx
 
+from kvjax.command.train_dynakv_options import in_flags
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.train.outputs import prepare
 from kvjax.train.reasoner.export import WEIGHTS, export
@@ -53,15 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
     try:
+        settings = settings_of(args)
         prepare(args.out / WEIGHTS)
-        settings = Settings(
-            steps=args.steps or 1,
-            batch_tokens=args.batch_tokens,
-            seed=args.seed,
-            learning_rate=args.learning_rate,
-            warmup=args.warmup,
-            levels=tuple(args.levels),
-        )
         settings, state = train(
             settings,
             checkpoints=args.checkpoints,
@@ -78,6 +73,28 @@ def main(argv: list[str] | None = None) -> int:
     done = int(state["step"])
     print(f"{args.out}: the model after {done} of {settings.steps} steps", file=sys.stderr)
     return 0 if done == settings.steps else 130
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that flags give; with ``--seconds``, the steps are still to be chosen.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    for name, low in {"every": 1, "workers": 0}.items():
+        if (value := getattr(args, name)) < low:
+            raise UsageError(f"--{name} must be at least {low}, got {value}")
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        raise UsageError(f"--seconds must be above 0 and finite, got {args.seconds}")
+    with in_flags(Settings):
+        return Settings(
+            steps=1 if args.steps is None else args.steps,
+            batch_tokens=args.batch_tokens,
+            seed=args.seed,
+            learning_rate=args.learning_rate,
+            warmup=args.warmup,
+            levels=tuple(sorted(set(args.levels))),
+        )
 
 
 def _export(out: pathlib.Path, settings: Settings, params: nnx.State) -> None:

@@ -61,10 +61,23 @@ class Settings:
         Raises:
             UsageError: naming the setting.
         """
-        if self.steps < 1:
-            raise UsageError(f"steps must be at least 1, got {self.steps}")
-        if unknown := set(self.levels) - set(WIDTHS):
-            raise UsageError(f"levels must be of {', '.join(map(str, WIDTHS))}, got {min(unknown)}")
+        for name, low in {"steps": 1, "batch_tokens": 1, "seed": 0, "warmup": 0}.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < low:
+                raise UsageError(f"{name} must be a whole number, at least {low}, got {value!r}")
+        if self.seed >= 1 << 32:
+            raise UsageError(f"seed must be below 4294967296, got {self.seed}")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
+        if not 0 <= self.decay <= 1:
+            raise UsageError(f"decay must be from 0 to 1, got {self.decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
+        if not self.levels or list(self.levels) != [one for one in WIDTHS if one in self.levels]:
+            known = ", ".join(map(str, WIDTHS))
+            raise UsageError(
+                f"levels must be of {known}, each once and in order, got {self.levels}"
+            )
 
     @property
     def source(self) -> Source:
@@ -73,7 +86,7 @@ class Settings:
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
         left = (self.steps - step) / max(self.decay * self.steps, 1)
-        return self.learning_rate * min((step + 1) / self.warmup, left, 1.0)
+        return self.learning_rate * min((step + 1) / max(self.warmup, 1), left, 1.0)
 
     def optimizer(self) -> optax.GradientTransformation:
         """All but the learning rate, so that programs serve any number of steps."""
