@@ -30,7 +30,7 @@ from kvjax.report.progress import ProgressLine
 from kvjax.report.say import say
 from kvjax.train.claim import check_claim
 from kvjax.train.dynakv.data import Rows, read_rows, split
-from kvjax.train.dynakv.loop import Event, check_fit, identity_of, train
+from kvjax.train.dynakv.loop import Event, check_fit, check_start, identity_of, train
 from kvjax.train.dynakv.metrics import METRICS, PICTURE, draw, read
 from kvjax.train.dynakv.sample import sample_rows
 from kvjax.train.dynakv.settings import TrainSettings
@@ -56,6 +56,8 @@ def run(config: TrainDynaKVConfig, interrupts: Interrupts, config_file: str | No
         spectral.check_width(key_width(shape.config), shape.config.num_layers)
         check_fit(shape, settings, jax.device_count())
     start = _start(config, shape, spectral)
+    with in_flags():
+        check_start(start, settings)
     rows = _read(config, shape, settings, folder)
     with in_flags():
         identity = identity_of(shape, rows, spectral, settings, jax.device_count())

@@ -65,6 +65,8 @@ def test_a_run_leaves_an_adapter(train, tmp_path):
     other = train("--adapter", out, "--out", tmp_path / "other")
     assert other.code == 2
     assert "--adapter: " in other.err and "--gate fixed and not token" in other.err
+    other = train("--adapter", out, *fixed, "--share-ranks", "fisher", "--out", tmp_path / "other")
+    assert other.code == 2 and "--share-ranks fisher has no effect where an adapter" in other.err
 
 
 def test_options_can_be_printed_and_read_back(train, tmp_path):

@@ -137,7 +137,10 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(tmp_path,
     assert [r["step"] for r in records(tmp_path) if r["kind"] == "step"] == [1, 2, 3, 4]
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path):
+def test_what_cannot_be_trained_is_refused(whole, tmp_path):
+    shared = dataclasses.replace(SETTINGS, share_ranks="fisher")
+    with pytest.raises(UsageError, match="share_ranks fisher has no effect where an adapter"):
+        events(tmp_path, shared, start=load_adapter(whole[0], tiny()).spectra)
     with pytest.raises(CapacityError, match="seq_len 129 exceeds the model's context of 128"):
         events(tmp_path, dataclasses.replace(SETTINGS, seq_len=129))
     with pytest.raises(UsageError, match="batch_size 6 must be a multiple of the 4 devices"):

@@ -83,6 +83,7 @@ def train(
     """
     devices = devices or jax.devices()
     check_fit(lm, settings, len(devices))
+    check_start(start, settings)
     training, held = split(rows, settings)
     folder = pathlib.Path(folder)
     identity = identity_of(lm, rows, spectral, settings, len(devices))
@@ -156,6 +157,19 @@ def check_fit(lm: "LanguageModel", settings: TrainSettings, devices: int) -> Non
         )
     if settings.trains == "all" and lm.dtype != np.float32:
         raise UsageError("trains all needs a float32 model, or small updates are lost")
+
+
+def check_start(start: Spectra | None, settings: TrainSettings) -> None:
+    """Refuse settings of the first ranks where those are given.
+
+    Raises:
+        UsageError: ranks were to be shared out.
+    """
+    if start is not None and settings.share_ranks != "even":
+        raise UsageError(
+            f"share_ranks {settings.share_ranks} has no effect where an adapter is given to start "
+            "from, whose ranks stay as they are: drop one of the two"
+        )
 
 
 class _Loop:
