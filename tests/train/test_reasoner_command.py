@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from kvjax.models.config import ModelConfig
+from kvjax.train.claim import claim
 from kvjax.train.reasoner import __main__ as command
+from kvjax.train.reasoner import loop
 from kvjax.train.reasoner.model import CONFIG, init
 
 TINY = {**CONFIG, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -107,6 +109,14 @@ def test_numbers_that_cannot_be_are_refused(run, tmp_path, argv, message):
     code, said, trainings = run(*argv)
     assert code == 2 and said.startswith(f"error: {message}") and said.count("\n") == 1
     assert not trainings and not (tmp_path / "model").exists()
+
+
+def test_another_training_is_refused_by_its_flag(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "train", loop.train)
+    claim(tmp_path / "kept", dataclasses.asdict(loop.Settings(steps=3)), resume=False)
+    code, said, _ = run("--steps", 3, "--checkpoints", tmp_path / "kept", "--learning-rate", 1)
+    assert code == 2 and "kept holds a run with --learning-rate 0.002 and not 1.0" in said
+    assert said.count("\n") == 1
 
 
 def test_levels_may_be_named_in_any_order(run):

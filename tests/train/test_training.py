@@ -33,12 +33,14 @@ SETTINGS = loop.Settings(
 def programs():
     """Compiled once for all tests."""
     found = loop.Programs(SETTINGS)
-    compiled = found.compile(found.start(), SETTINGS.levels)
-    return found, compiled
+    start = found.start()
+    return found, found.compile(start, SETTINGS.levels), start
 
 
 @pytest.fixture
 def compiled(programs, monkeypatch):
+    # A copy, since the first step takes the state over.
+    monkeypatch.setattr(loop.Programs, "start", lambda self: jax.tree.map(jnp.copy, programs[2]))
     monkeypatch.setattr(loop.Programs, "compile", lambda self, state, levels: programs[1])
     return programs[1]
 
@@ -75,6 +77,40 @@ def test_interrupted_and_resumed_is_the_same_as_in_one_go(compiled, tmp_path):
     assert not any("loss" in line for line in train(checkpoints=tmp_path)[2])
 
 
+def test_another_training_is_not_gone_on_from(compiled, tmp_path):
+    train(checkpoints=tmp_path, should_stop=lambda step: step == 8)
+    for name, value in {"seed": 1, "learning_rate": 1e-3, "levels": (500,), "steps": 30}.items():
+        other = dataclasses.replace(SETTINGS, **{name: value})
+        with pytest.raises(UsageError, match=f"a run with {name} .*: it cannot be resumed"):
+            loop.train(other, checkpoints=tmp_path)
+    with pytest.raises(UsageError, match="a run with seconds None and not 5"):
+        loop.train(SETTINGS, checkpoints=tmp_path, seconds=5.0)
+    assert any("after step 8" in line for line in train(checkpoints=tmp_path)[2])
+    # The newest checkpoint alone stays; it may be damaged in its numbers or in what it says.
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["24"]
+    for part, message in (("state", "of step 24 cannot be read"), ("metrics", "cannot use")):
+        for path in (tmp_path / "24" / part).rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"")
+        with pytest.raises(UsageError, match=message):
+            train(checkpoints=tmp_path)
+
+
+def test_steps_that_the_clock_chose_are_gone_on_with(compiled, tmp_path, monkeypatch):
+    chosen = iter([10, 12])
+    monkeypatch.setattr(loop, "_steps_for", lambda *args: next(chosen))
+    for begun, until in ((0, 4), (4, 10)):
+        settings, state, lines = train(
+            checkpoints=tmp_path, seconds=0.5, should_stop=lambda step, until=until: step == until
+        )
+        assert settings.steps == 10 and int(state["step"]) == until
+        assert any(f"after step {begun}" in line for line in lines) == bool(begun)
+    with pytest.raises(UsageError, match=r"a run with seconds 0\.5 and not 0\.7"):
+        train(checkpoints=tmp_path, seconds=0.7)
+    settings = dataclasses.replace(SETTINGS, steps=10)
+    assert loop.train(settings, checkpoints=tmp_path, say=lambda line: None)[0] == settings
+
+
 def test_a_loss_that_is_not_finite_ends_the_training(compiled, tmp_path, monkeypatch):
     step, judge = compiled[200]
 
@@ -102,9 +138,9 @@ def test_the_rate_rises_stays_and_falls_to_nothing():
     assert dataclasses.replace(SETTINGS, warmup=0).rate(0) == 1e-2
 
 
-def test_embedding_and_head_stay_tied(compiled):
+def test_embedding_and_head_stay_tied(programs, compiled):
     _, state, _ = train(should_stop=lambda step: step == 8)
-    start = loop.Programs(SETTINGS).start()["params"]
+    start = programs[2]["params"]
     for params in (start, state["params"]):
         np.testing.assert_array_equal(params["embed"][...], 16 * params["lm_head"][...])
     assert (start["embed"][...] != state["params"]["embed"][...]).any()

@@ -23,7 +23,7 @@ class Checkpoints:
         """Open a folder, which is made if it is not there; what a killed run left half is removed.
 
         Raises:
-            UsageError: it cannot be made.
+            UsageError: it cannot be made or read.
         """
         policies = ocp.training.preservation_policies
         best = policies.BestN(get_metric_fn=lambda found: -found[_SCORE], n=1)
@@ -33,8 +33,9 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(1), best]),
                 cleanup_tmp_directories=True,
             )
-        except OSError as error:
-            raise UsageError(f"cannot use {folder}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"cannot use {folder}: {reason}") from error
 
     def __enter__(self) -> "Checkpoints":
         return self

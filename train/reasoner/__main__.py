@@ -57,15 +57,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = settings_of(args)
         prepare(args.out / WEIGHTS)
-        settings, state = train(
-            settings,
-            checkpoints=args.checkpoints,
-            workers=args.workers,
-            every=args.every,
-            seconds=args.seconds,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-            should_stop=lambda step: bool(asked),
-        )
+        with in_flags(Settings):
+            settings, state = train(
+                settings,
+                checkpoints=args.checkpoints,
+                workers=args.workers,
+                every=args.every,
+                seconds=args.seconds,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+                should_stop=lambda step: bool(asked),
+            )
         _export(args.out, settings, state["params"])
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)

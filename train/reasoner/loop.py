@@ -1,6 +1,7 @@
 """The training loop: Optax, Orbax, one compiled program for each level."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.errors import NumericalError, UsageError
 from kvjax.models.config import ModelConfig
+from kvjax.train.claim import check_claim, claim
+from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.reasoner.data import LEVELS, Batch, Source, mix, read
 from kvjax.train.reasoner.hiding import Hiding, first_hidden
 from kvjax.train.reasoner.model import CONFIG, graph_of, init, logits, tie
@@ -218,7 +220,7 @@ def train(
 
     Args:
         settings: what is trained.
-        checkpoints: a directory for Orbax; None keeps none.
+        checkpoints: a directory for them, and for what the training is; None keeps none.
         workers: processes that make problems; 0 makes them here.
         every: steps between two checkpoints, each with a look at unseen problems.
         seconds: replaces ``settings.steps`` by what will take about so long on this device.
@@ -230,8 +232,11 @@ def train(
         The settings, with the steps that were chosen, and the state.
 
     Raises:
+        UsageError: ``checkpoints`` is another training's, or cannot be used.
         NumericalError: the loss is not finite; the last checkpoint is from before.
     """
+    if checkpoints is not None:
+        settings, seconds = _going_on(checkpoints, settings, seconds)
     programs = Programs(settings)
     state = programs.start()
     size = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
@@ -240,15 +245,17 @@ def train(
     compiled = programs.compile(state, settings.levels)
     say(f"compiled in {time.monotonic() - started:.0f} s")
     tests = unseen(settings.source)
+    asked = {} if seconds is None else {"seconds": seconds}
     if seconds is not None:
         steps = _steps_for(seconds, settings, compiled, tests, state)
         settings = dataclasses.replace(settings, steps=steps)
         say(f"--steps {steps} will take about {seconds:.0f} s")
-    with _manager(checkpoints) as manager:
-        if manager is not None and manager.latest_step() is not None:
-            restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-            state = manager.restore(manager.latest_step(), args=restore)
-            say(f"going on after step {manager.latest_step()}")
+    if checkpoints is not None:
+        claim(checkpoints, dataclasses.asdict(settings) | asked, resume=True)
+    with contextlib.nullcontext() if checkpoints is None else Checkpoints(checkpoints) as manager:
+        if manager is not None and manager.last is not None:
+            state = manager.load(manager.last, state)
+            say(f"going on after step {manager.last}")
         begun = int(state["step"])
         clock = _Clock(settings.steps, begun)
         for done, batch in enumerate(settings.source.batches(begun, workers), begun + 1):
@@ -260,11 +267,30 @@ def train(
                 say(clock.line(done))
             if stop or due:
                 if manager is not None:
-                    manager.save(done, args=ocp.args.StandardSave(state))
+                    manager.save(done, state, score=-done)  # the newest is the best, alone kept
                 say(f"step {done} · {look(tests, compiled, state['params'])}")
             if stop:
                 break
     return settings, state
+
+
+def _going_on(
+    checkpoints: pathlib.Path, settings: Settings, seconds: float | None
+) -> tuple[Settings, float | None]:
+    """The settings of the run that is there, and no seconds if they have been made into steps.
+
+    Raises:
+        UsageError: it is another run, or the folder cannot be used.
+    """
+    wanted = dataclasses.asdict(settings)
+    if seconds is None:
+        check_claim(checkpoints, wanted, resume=True)
+        return settings, None
+    del wanted["steps"]  # by the clock, each time would have another number
+    before = check_claim(checkpoints, wanted | {"seconds": seconds}, resume=True)
+    if not before:
+        return settings, seconds
+    return dataclasses.replace(settings, steps=before.get("steps")), None
 
 
 class _Clock:
@@ -326,21 +352,3 @@ def _steps_for(seconds: float, settings: Settings, compiled, tests, state: State
     weights = np.array([mix(progress, settings.levels) for progress in np.arange(0, 1, 0.01)])
     weights /= weights.sum(1, keepdims=True)
     return max(int(seconds / float((weights @ np.array(each)).mean())), 1)
-
-
-class _manager:
-    """Orbax's manager of a directory, or nothing."""
-
-    def __init__(self, directory: pathlib.Path | None):
-        self._manager = None
-        if directory is not None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=2)
-            self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
-
-    def __enter__(self) -> ocp.CheckpointManager | None:
-        return self._manager
-
-    def __exit__(self, *error) -> None:
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-            self._manager.close()
