@@ -1,6 +1,7 @@
 """The reasoner's command: what it refuses, and that no trained model is lost."""
 
 import dataclasses
+import pathlib
 import signal
 
 import numpy as np
@@ -75,18 +76,24 @@ def test_a_model_that_cannot_be_written_is_kept_elsewhere(run, tmp_path, monkeyp
     assert (spare / "config.json").exists()
 
 
-def test_an_old_model_stays_whole_when_a_new_one_is_cut_short(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_old_model_stays_whole_when_a_new_one_is_cut_short(run, tmp_path, monkeypatch, name):
     assert run("--steps", 3)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    real = command.pathlib.Path.write_bytes
 
-    def full(path, content):
-        real(path, content[: len(content) // 2])
-        raise OSError(28, "No space left on device")
+    def breaking(real):
+        def write(path, content, **options):
+            if name not in path.name:
+                return real(path, content, **options)
+            real(path, content[: len(content) // 2], **options)
+            raise OSError(28, "No space left on device")
+
+        return write
 
     monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(command.pathlib.Path, "write_bytes", full)
-    code, said, _ = run("--steps", 4)
+    for way in ("write_bytes", "write_text"):
+        monkeypatch.setattr(pathlib.Path, way, breaking(getattr(pathlib.Path, way)))
+    code, said, _ = run("--steps", 3)
     assert code == 2 and "cannot write" in said and "the model is in" not in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
