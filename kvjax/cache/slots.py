@@ -83,7 +83,8 @@ def store(
         k: keys as the model made them.
         v: values.
         pos: logical positions.
-        keep: which tokens each KV head keeps; the others may hold anything.
+        keep: which tokens each KV head keeps; the others may hold anything. Where slots share
+            scales, T is a multiple of the group, and groups are kept in whole but for the last.
         mass: attention that they have received so far.
         bias: log-mass of those that stand for more or less than themselves.
 

@@ -83,7 +83,8 @@ def settle(
     Returns:
         The layer, and how many tokens of each row found no slot.
     """
-    pos, k, v, mass = _candidates(layer, rows, incoming)
+    together = group((policy,))
+    pos, k, v, mass = _candidates(layer, rows, incoming, together)
     there = pos < rows.length[:, None]
     keep = jnp.broadcast_to(there[:, None], k.shape[:3])
     into = _classes(policy, pos, rows.prompt, recipe, thoughts)
@@ -106,7 +107,6 @@ def settle(
     out = keep & leaves[:, None]
     leave = k.shape[2]
     if incoming is None:  # at least the recent window stays; groups are coded whole
-        together = group((policy,))
         leave = -(-(leave - recipe.window) // together) * together
     tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, bias, out)]
     if layer.spectra is not None:
@@ -131,8 +131,11 @@ def _place(layer, places, into, pos, k, v, mass, bias, out):
     return layer, crowded
 
 
-def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
-    """The tokens from ``rows.stored`` on in order: those in the first class, then incoming ones."""
+def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None, together: int):
+    """The tokens from ``rows.stored`` on in order: those in the first class, then incoming ones.
+
+    So many that groups of ``together`` are whole: padding fills the last one.
+    """
     pool, table = layer.pools[0], layer.tables[0]
     heads, capacity, dim = table.shape[1], table.shape[2] * pool.page_size, pool.k.shape[2]
     k = pool.k[table].reshape(len(table), heads, capacity, dim)
@@ -147,7 +150,8 @@ def _candidates(layer: LayerCache, rows: Rows, incoming: Incoming | None):
         if mass is not None:
             mass = jnp.concatenate([mass, incoming.mass], 2)
         count += incoming.k.shape[1]
-    pos = rows.stored[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    whole = -(-count // together) * together
+    pos = rows.stored[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
     new = capacity + pos - rows.before[:, None]
     place = jnp.where(pos < rows.before[:, None], pos % capacity, new)
     at = jnp.clip(place, 0, count - 1)[:, None]
