@@ -165,6 +165,7 @@ def _held(
     if policy.keeps == "all":
         return tokens
     if policy.keeps == "window":
+        # Where the oldest group is partly out of sight there are more, in no more whole groups.
         return min(window + recipe.tick, tokens)
     # Between two selections nothing is evicted.
     always = recipe.every and set(PHASES[1:]) <= set(recipe.compress)

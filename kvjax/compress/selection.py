@@ -62,13 +62,19 @@ class Candidates:
 
 
 def in_window(layer: LayerCache, rows: Rows, window: int, pos, keep):
-    """Masks of what the layer's sliding window can still see: of each class, and of new tokens."""
-    first = (rows.length - window)[:, None, None]
+    """Masks of what the layer's sliding window can still see: of each class, and of new tokens.
+
+    New ones that share scales are stored in whole groups, where only some of them can be seen too.
+    """
+    first = (rows.length - window + 1)[:, None]
     kept = [
-        pool.pos[table] > first[..., None]
+        pool.pos[table] >= first[..., None, None]
         for pool, table in zip(layer.pools[1:], layer.tables[1:], strict=True)
     ]
-    return kept, keep & (pos[:, None] > first)
+    together = max(codec.group for codec in layer.codecs)
+    stored = rows.stored[:, None]  # where the first group of new tokens begins
+    first = stored + jnp.maximum(first - stored, 0) // together * together
+    return kept, keep & (pos >= first)[:, None]
 
 
 def selection(

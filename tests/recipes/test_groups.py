@@ -168,3 +168,22 @@ def test_a_window_and_a_bucket_need_not_be_whole_groups(codec, window, bucket):
     layer = Layer(recipes.kivi(codec, window), rows=1)
     new = bucket and Incoming(*[jnp.zeros((1, bucket, HEADS, DIM))] * 2)
     layer.settle.trace(layer.cached, rows=layer.rows(layer.length), incoming=new)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "window"),
+    [
+        (recipes.uniform("nvfp4"), 100),
+        pytest.param(recipes.kivi(), 70, marks=pytest.mark.slow),
+        pytest.param(recipes.uniform("kivi2-g64", window=2, tick=2), 68, marks=pytest.mark.slow),
+        pytest.param(recipes.uniform("ternary"), 128, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sliding_window_cuts_no_group(recipe, window):
+    """Prompts exceed the window, which ends within groups, and are read in two pieces."""
+    layer = Layer(recipe, rows=2, index=SLIDING, window=window)
+    layer.read([128, 121], 128)
+    layer.read([40, 128], 128)
+    for _ in range(150 // recipe.tick):
+        layer.step()
+    assert layer.length.min() > 256
