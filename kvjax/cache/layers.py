@@ -86,9 +86,13 @@ def _layer(
 
 def _recent_pages(recipe: Recipe, together: int) -> int:
     """Pages of recent tokens, if so many leave the recent window together."""
-    recent = recipe.window + recipe.tick + together - 1
-    if recipe.segmenter is not None and recipe.segmenter.covers == "past":
-        recent += recipe.segmenter.every
+    spare = together - 1
+    if recipe.segmenter is not None:
+        if together > 1:  # the answer's wait where a tick ends beyond the prompt's last ones
+            spare = max(spare, -recipe.window % recipe.tick)
+        if recipe.segmenter.covers == "past":
+            spare += recipe.segmenter.every
+    recent = recipe.window + recipe.tick + spare
     return math.ceil(recent / RECENT_PAGE)
 
 

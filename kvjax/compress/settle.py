@@ -39,7 +39,8 @@ def leaving(
     """The position below which tokens leave the recent window: whole groups of them.
 
     Where thoughts are told apart, the answer's groups are counted from its start, and a segment
-    whose kind is found at its end leaves in whole.
+    whose kind is found at its end leaves in whole. Tokens that leave at once are cut into groups
+    from the first one on, so the answer's leave after the prompt's last ones, and not with them.
     """
     together = group(of_layer)
     below = jnp.maximum(length - recipe.window, 0)
@@ -47,8 +48,10 @@ def leaving(
         return jnp.maximum(stored, below // together * together)
     if recipe.segmenter.covers == "past":
         together = recipe.segmenter.every
-    answered = jnp.maximum(below - prompt, 0)
-    return jnp.maximum(stored, jnp.minimum(below, prompt) + answered // together * together)
+    answered = jnp.maximum(below - prompt, 0) // together * together
+    if together > 1:
+        answered = jnp.where(stored < prompt, 0, answered)
+    return jnp.maximum(stored, jnp.minimum(below, prompt) + answered)
 
 
 def settle(

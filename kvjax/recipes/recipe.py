@@ -140,11 +140,11 @@ class Recipe:
                 f"segment_tokens {every} must be a multiple of the {self.tick} steps after which "
                 f"tokens are stored, and at least {self.window + self.tick}"
             )
-        of_prompt = (
-            ("prompt_codec", self.prompt_codec) if self.prompt_codec else ("codec", self.codec)
-        )
-        for name, spec in (of_prompt, *(("layer_codecs", spec) for _, spec in self.layer_codecs)):
-            if kv_codec(spec).group > 1:
+        # A layer with a sliding window has all its tokens, the prompt's too, in the one codec.
+        of_prompt = (("prompt_codec", self.prompt_codec), ("codec", self.codec))
+        of_layers = (("layer_codecs", spec) for _, spec in self.layer_codecs)
+        for name, spec in (*of_prompt, *of_layers):
+            if spec is not None and kv_codec(spec).group > 1:
                 raise UsageError(
                     f"{name} {spec} shares scales among tokens, and a prompt need not fill its "
                     "last group: take int8, int4, ..."

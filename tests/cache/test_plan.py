@@ -14,6 +14,7 @@ from kvjax.compress.settle import leaving
 from kvjax.errors import CapacityError, UsageError
 from kvjax.models.config import ModelConfig
 from kvjax.report.units import size
+from kvjax.thoughts import Given
 from tests.models import configs
 
 CONFIG = ModelConfig.from_hf(configs.small("qwen3", max_position_embeddings=10_000))
@@ -182,6 +183,7 @@ RECIPES = [
     recipes.streaming(budget=64, positions="contiguous"),
     recipes.h2o(budget=0.3, tick=1, every=1, window=1),
     recipes.rkv(budget=256, skip_layers=(0,), protect_prompt=True),
+    recipes.thinkv(segmenter=Given(every=64), window=12, tick=32, paper=True),
 ]
 WINDOWED = ModelConfig.from_hf(
     configs.small("gpt_oss", head_dim=16, max_position_embeddings=10_000)

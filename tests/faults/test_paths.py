@@ -25,6 +25,7 @@ CASES = {
     "llama kivi4": ("llama", recipes.kivi("kivi4-g8", page_size=16)),
     "qwen2 k4v8": ("qwen2", recipes.uniform("k4v8", **SMALL)),
     "gpt_oss int8": ("gpt_oss", recipes.uniform("int8", **SMALL)),
+    "gpt_oss_plain kivi4": ("gpt_oss_plain", recipes.uniform("kivi4-g8", **SMALL)),
     "gpt_oss k8v4": ("gpt_oss", recipes.uniform("k8v4", **SMALL)),
     "gpt_oss h2o int4": (
         "gpt_oss",

@@ -3,6 +3,7 @@ and the windows, every token is read as its whole group was coded."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ import pytest
 
 from kvjax import recipes
 from kvjax.cache import append, init_cache, plan, reserve_layer
+from kvjax.codecs import kv_codec
 from kvjax.compress.policy import policies
 from kvjax.compress.selection import Rows
 from kvjax.compress.settle import Incoming, leaving, settle
 from kvjax.models.config import ModelConfig
+from kvjax.thoughts import Given
 from pallas_kernels.read import plain_keys, plain_values
 from tests.models import configs
 
@@ -187,3 +190,38 @@ def test_a_sliding_window_cuts_no_group(recipe, window):
     for _ in range(150 // recipe.tick):
         layer.step()
     assert layer.length.min() > 256
+
+
+def thoughts(codec: str, window: int, tick: int):
+    """A recipe whose answers are in groups from their start."""
+    segmenter = Given(every=2 * math.lcm(tick, kv_codec(codec).group))
+    given = {"window": window, "tick": tick, "budget": None, "segmenter": segmenter}
+    return recipes.thinkv(thought_codecs=(codec,) * 3, **given)
+
+
+def test_an_answer_leaves_after_its_prompt():
+    """What leaves at once is cut into groups from its first token on: these must be an answer's."""
+    recipe = thoughts("nvfp4", 12, 32)
+    of_layer = policies(recipe, model())
+    prompt = jnp.arange(1, 60, dtype=jnp.int32)
+    length, stored = prompt, jnp.zeros_like(prompt)
+    for _ in range(5):
+        below = leaving(recipe, of_layer, stored, length, prompt)
+        assert ((stored >= prompt) | (below <= prompt)).all()
+        assert ((below < prompt) | ((below - prompt) % 16 == 0)).all()
+        length, stored = length + recipe.tick, below
+    assert (stored > prompt + 64).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codec", "window", "tick"),
+    [("nvfp4", 12, 32), ("kivi2-g64", 30, 128), ("ternary", 31, 24), ("nvfp4", 16, 48)],
+)
+def test_an_answer_s_groups_are_counted_from_its_start(codec, window, tick):
+    """Also where a tick reaches far beyond the prompt's last tokens, which fill no group."""
+    layer = Layer(thoughts(codec, window, tick), rows=2)
+    layer.read([51, 3], 64)
+    for _ in range(256 // tick + 1):
+        layer.step()
+    assert (layer.stored > layer.prompt + 64).all()

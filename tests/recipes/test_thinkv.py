@@ -248,6 +248,7 @@ def test_pools_have_room_for_what_can_stay(options, tokens):
         ({"thought_codecs": ("int4", "kivi2", "int4"), "every": 48}, "segment_tokens 48"),
         ({"layer_codecs": ((0, "nvfp4"),)}, "layer_codecs nvfp4 shares scales"),
         ({"prompt_codec": None, "codec": "nvfp4"}, "codec nvfp4 shares scales"),
+        ({"codec": "kivi2"}, "codec kivi2 shares scales"),
         ({"prompt_codec": "kivi2"}, "prompt_codec kivi2 shares scales"),
         ({"selector": SnapKV()}, "prompt_budget and a selector"),
         ({"prompt_budget": 100}, "prompt_budget and a selector"),
