@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from kvjax.codecs import KVCodec, kv_codec
 from kvjax.compress import Selector
+from kvjax.compress.selectors import Streaming
 from kvjax.dynakv.projector import Projector
 from kvjax.errors import UsageError
 from kvjax.matching import AttentionMatching
@@ -114,6 +115,7 @@ class Recipe:
         self._check_thoughts()
         self._check_matching(codecs)
         self._check_latents(codecs)
+        self._check_positions()
         if self.retention is not None or self.selector is None:
             return
         if self.every % self.tick:
@@ -193,6 +195,18 @@ class Recipe:
             raise UsageError(
                 f"selector {type(self.selector).__name__} needs more than keys and queries, which "
                 "is all that is known of latents: take snapkv, rkv, streaming or random"
+            )
+
+    def _check_positions(self) -> None:
+        if self.positions not in ("original", "contiguous"):
+            raise UsageError(f"positions must be original or contiguous, got {self.positions!r}")
+        if self.positions == "original":
+            return
+        streams = isinstance(self.selector, Streaming) and self.retention is None
+        if not streams or self.head_shares is not None:
+            raise UsageError(
+                "positions contiguous is for heads that all keep the first and the last tokens: "
+                "take selector streaming, without head_shares, or positions original"
             )
 
     def _check_matching(self, codecs: list[KVCodec]) -> None:

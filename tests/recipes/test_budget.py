@@ -5,7 +5,9 @@ import pytest
 
 import kvjax
 from kvjax import recipes
+from kvjax.compress.selectors import Streaming
 from kvjax.errors import UsageError
+from kvjax.thoughts import Given
 from tests.decoding import small
 
 EVICTING = ("streaming", "random", "h2o", "tova", "snapkv", "snapkv_decode", "rkv", "pam")
@@ -177,11 +179,24 @@ def test_a_phase_that_never_comes():
         ({"page_size": 12}, "power of two"),
         ({"sinks": -1}, "sinks"),
         ({"compress": ("prompts",)}, "prompts"),
+        ({"positions": "contiguous"}, "positions contiguous .* take selector streaming"),
+        ({"positions": "shifted"}, "original or contiguous, got 'shifted'"),
     ],
 )
 def test_what_cannot_work_is_refused_when_it_is_made(options, message):
     with pytest.raises(UsageError, match=message):
         recipes.h2o(**(OPTIONS | {"budget": 64} | options))
+
+
+def test_contiguous_positions_are_for_heads_that_keep_the_same_tokens():
+    """Queries are turned back by what was evicted, which is then one number for all of them."""
+    given = {"budget": 64, "positions": "contiguous"}
+    assert recipes.streaming(**given).positions == "contiguous"
+    with pytest.raises(UsageError, match="without head_shares"):
+        recipes.streaming(**given, head_shares=((0.5, 0.5),) * 3)
+    with pytest.raises(UsageError, match="take selector streaming"):
+        thoughts = {"segmenter": Given(every=32), "selector": Streaming(), "prompt_budget": 64}
+        recipes.thinkv(**given, **thoughts)
 
 
 def test_groups_that_fit_neither_page_nor_head_are_refused():
