@@ -213,11 +213,13 @@ class Batch:
             if flight is None or not flight.running:
                 continue
             row, log = flight.row, flight.log
-            flight.lap.mark(int(real[:, i].sum()))
-            text, new = row.push(tokens[real[:, i], i].tolist())
+            chosen = tokens[real[:, i], i].tolist()
+            flight.lap.mark(len(chosen))
+            text, new = row.push(chosen)
             self._generated += len(new)
             log.add(i, **held)
-            if not finite[i]:
+            # The last one was chosen from them: where the host ended the row before, it has none.
+            if not finite[i] and len(new) == len(chosen):
                 wide = "" if self.lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "

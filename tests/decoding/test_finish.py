@@ -1,9 +1,11 @@
 """Why a row ends, and what becomes of its neighbours."""
 
+import collections
 import dataclasses
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,9 @@ from flax import nnx
 
 import kvjax
 from kvjax.cache import plan
+from kvjax.decoding.batch import Batch
+from kvjax.decoding.chunk import ChunkOutput
+from kvjax.decoding.clock import Clock
 from tests.decoding import small
 from tests.decoding.small import NEW, changed, decode, prompts, usual
 
@@ -281,6 +286,56 @@ def test_nan_behind_the_stop_is_nobodys():
         stopped = stop in expected
         assert result.finish_reason == ("stop" if stopped else "length")
         assert result.tokens == (expected[: expected.index(stop) + 1] if stopped else expected)
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Callable[..., tuple[kvjax.Result, Batch]]:
+    """Lets a batch of one row take one output, of whatever tokens a device is said to have chosen.
+
+    Returns the row's result, and the batch.
+    """
+
+    def take(chosen, *, finite: bool, lm=None, **options) -> tuple[kvjax.Result, Batch]:
+        lm, found = lm or small.lm(), []
+
+        def stand_in(lm, requests, planned, options, should_stop, *, alone):
+            tokens = jnp.asarray(chosen)[:, None]
+            length = jnp.asarray([requests[0].prompt + len(chosen) - 1])
+            held = jnp.ones((1, len(planned.geometry.layers), 1), int)
+            counts = (length, held, held, jnp.zeros(1, int), None, None, None)
+            output = ChunkOutput(tokens, tokens >= 0, jnp.asarray([finite]), *counts)
+            with Clock() as clock:
+                batch = Batch(lm, collections.deque(requests), options, planned, clock, [])
+                batch._together.append(batch)
+                batch.admit()
+                yield from batch.take(output, list(batch.flights))
+            found.append(batch)
+
+        generate = importlib.import_module("kvjax.decoding.generate")
+        monkeypatch.setattr(generate, "decode_all", stand_in)
+        [result] = decode(prompts()[:1], lm, **{"max_new_tokens": len(chosen)} | options)
+        return result, found[0]
+
+    return take
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "reason", "count"),
+    [
+        ([7] * 600, {}, "repetition", 512),
+        ([7, 8, 9, 5, 6], {"stop_texts": ("()",)}, "stop", 3),
+        ([7, 8, 9], {"stop_texts": ("()",)}, "error", 3),  # chosen from the NaN itself
+        ([7, 8, 9], {"stop_ids": (9,)}, "error", 3),
+        ([7, 8, 9], {}, "error", 3),
+        ([7, 8, 9], {"max_new_tokens": 4}, "error", 3),
+    ],
+)
+def test_nan_behind_where_the_host_ends_a_row(taken, text_lm, chosen, options, reason, count):
+    """The device goes on to the end of its chunk; what it finds there is no part of the answer."""
+    result, batch = taken(chosen, finite=False, lm=text_lm, **options)
+    assert (result.finish_reason, result.tokens) == (reason, tuple(chosen[:count]))
+    lost = reason == "error"
+    assert (result.error is not None, batch.numerical_error is not None) == (lost, lost)
 
 
 def test_nan_in_the_only_prompt_raises(poisoned):
