@@ -121,9 +121,8 @@ def _run(
 
     while batch.busy():
         if should_stop():
-            if keep:  # what has been decoded is not lost
-                for output, flights in dispatched:
-                    yield from told(batch.take(output, flights))
+            for output, flights in dispatched:  # what has been decoded is not lost
+                yield from told(batch.take(output, flights))
             yield from told(batch.end_all("interrupted"))
             return
         if state is None:
