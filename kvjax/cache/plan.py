@@ -198,6 +198,7 @@ def plan(
     memory_bytes: int | None = None,
     parks: bool = False,
     tp: int = 1,
+    shortest_prompt: int | None = None,
 ) -> Plan:
     """Size a cache for ``batch_size`` rows of the longest prompt and answer.
 
@@ -207,9 +208,11 @@ def plan(
     Args:
         parks: whether there is to be room for one more prompt, which several rows share.
         tp: devices that share the heads; bytes are those of one of them.
+        shortest_prompt: tokens of the shortest prompt, behind which the context has the most room
+            for an answer; ``prompt_tokens`` if None.
 
     Raises:
-        UsageError: the recipe does not fit the model or the prompt.
+        UsageError: the recipe does not fit the model or the prompts.
     """
     own = of_device(config, tp)
     prompt = padded_prompt(prompt_tokens)
@@ -217,7 +220,7 @@ def plan(
     recipe = recipe.for_longest(tokens)
     segments = 0
     if recipe.segmenter is not None:
-        segments = max_new_tokens // recipe.segmenter.every + 1
+        segments = min(max_new_tokens, tokens) // recipe.segmenter.every + 1
     geometry = Geometry(
         layers=layers_of(recipe, config, tokens, prompt, max_new_tokens, tp),
         rows=batch_size,
@@ -233,14 +236,26 @@ def plan(
         longest=batch_size + 1 if parks else None,
         devices=tp,
     )
-    _check_budget(recipe, prompt_tokens, max_new_tokens)
+    shortest = prompt_tokens if shortest_prompt is None else shortest_prompt
+    _check_budget(recipe, prompt_tokens, answer_tokens(config, shortest, max_new_tokens))
     chunk = min(prompt, PREFILL_CHUNK)
     working = prefill_row_bytes(own, geometry.layers, chunk, dtype)
     return Plan(geometry, recipe, tokens, parameter_bytes, memory_bytes, working, parks)
 
 
+def answer_tokens(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> int:
+    """The longest that the answer to a prompt can get, in tokens: the context may end it."""
+    return min(max_new_tokens, config.context_length - prompt_tokens)
+
+
 def least_budget(recipe: Recipe, prompt_tokens: int, max_new_tokens: int) -> int:
-    """The smallest budget, in tokens, that can be kept to."""
+    """The smallest budget, in tokens, that can be kept to.
+
+    Args:
+        recipe: how the cache is kept.
+        prompt_tokens: of the longest prompt.
+        max_new_tokens: of the longest answer: see ``answer_tokens``.
+    """
     if recipe.retention is None:
         return recipe.floor + prompt_tokens * recipe.spares_prompt
     return max(1, segment_floor(recipe) * (max_new_tokens // recipe.segmenter.every))

@@ -9,7 +9,7 @@ from flax import nnx
 from kvjax import loading, tokenizer
 from kvjax.cache import Plan, plan
 from kvjax.cache.fitting import plan_of_longest
-from kvjax.cache.plan import least_budget
+from kvjax.cache.plan import answer_tokens, least_budget
 from kvjax.command.decode_options import DecodeConfig
 from kvjax.command.inputs import model_source, prompt_options
 from kvjax.command.prompts import Row
@@ -52,7 +52,8 @@ class Outline:
             UsageError: the recipe does not fit the model, the prompts or the devices.
         """
         check_sharing(recipe, self.request.get("tp", 1), self.copies)
-        return plan(recipe=recipe, memory_bytes=memory_bytes, **self.request)
+        given = self.request | {"shortest_prompt": self.shortest_prompt}
+        return plan(recipe=recipe, memory_bytes=memory_bytes, **given)
 
     def plan_of_longest(self, recipe: Recipe, memory_bytes: int | None) -> Plan:
         """The plan of the run: of the longest prompt that fits, as ``kvjax.stream`` makes it.
@@ -92,12 +93,19 @@ class Outline:
 
     def least_budget(self, recipe: Recipe) -> int:
         """The smallest budget that the run can keep to."""
-        return least_budget(recipe, self.prompt_tokens, self.request["max_new_tokens"])
+        config, new = self.request["config"], self.request["max_new_tokens"]
+        longest = answer_tokens(config, self.shortest_prompt, new)
+        return least_budget(recipe, self.prompt_tokens, longest)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
         return self.request["prompt_tokens"]
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens of the shortest one."""
+        return min(self.lengths, default=self.prompt_tokens)
 
 
 def outline(config: DecodeConfig, rows: list[Row], text: str | None = None) -> Outline:

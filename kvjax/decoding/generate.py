@@ -156,6 +156,7 @@ def stream(
     rows = -(-at_once // data_groups(lm.mesh))
     # What a conversation has read since its prompt is kept as an answer is.
     new = max(len(request.ids) - request.prompt for request in requests) + max_new_tokens
+    lengths = [request.prompt for request in requests]
 
     def planned(prompt_tokens: int, rows: int = rows) -> Plan:
         return plan(
@@ -169,9 +170,9 @@ def stream(
             memory_bytes=device_memory() if memory_bytes is None else memory_bytes,
             parks=samples > 1,
             tp=shards(lm.mesh),
+            shortest_prompt=min(lengths),
         )
 
-    lengths = [request.prompt for request in requests]
     longest, taken = plan_of_longest(lm.config, lengths, new, planned)
     admitted = []
     for request in requests:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import kvjax
 from kvjax import recipes
 from kvjax.cache import reset_rows, slots
+from kvjax.command.outline import Outline
 from kvjax.compare.phases import Phases
 from kvjax.compress import settle as settling
 from kvjax.compress.selectors import SnapKV
@@ -221,6 +223,25 @@ def test_a_budget_below_the_floor_is_refused_with_the_number_that_would_do():
     with pytest.raises(UsageError, match="pass 640"):
         planned(thinkv.recipe(budget=639, schedule=(64,)))
     planned(thinkv.recipe(budget=640, schedule=(64,)))
+
+
+def test_a_budget_has_to_do_for_what_the_context_leaves_room_for():
+    """Behind the shortest prompt: 640 tokens, 20 segments. However many more are asked for."""
+    lm, many = small.lm(context=660), 10**5
+    low, enough = thinkv.recipe(budget=39), thinkv.recipe(budget=40)
+    refused = pytest.raises(UsageError, match=r"39 is below .* 2 tokens .* 20 segments .* pass 40")
+    with refused:
+        thinkv.planned(lm, low, 2, 20, many)
+    assert thinkv.planned(lm, enough, 2, 20, many).geometry.segments == 21
+    thinkv.planned(lm, low, 2, 340, many)  # 10 segments
+    with refused:
+        kvjax.generate(lm, [[1] * 340, [2] * 20], recipe=low, max_new_tokens=many)
+    request = {"config": lm.config, "batch_size": 2, "prompt_tokens": 340, "max_new_tokens": many}
+    outlined = Outline(request | {"dtype": lm.dtype, "parameter_bytes": 0}, [340, 20])
+    assert outlined.least_budget(low) == 40
+    with refused:
+        outlined.plan(low)
+    outlined.plan(enough)
 
 
 @pytest.mark.parametrize(
