@@ -53,6 +53,11 @@ class Flight:
         return self.running and self.done < request.max_new - (not request.goes_on)
 
     @property
+    def steps(self) -> int:
+        """Steps that its cache has taken, from the end of its prompt on, once those are done."""
+        return self.row.request.before + self.done
+
+    @property
     def length(self) -> int:
         """Tokens that it has in the cache, at most, after what has been dispatched."""
         return len(self.row.request.ids) + self.done
@@ -191,13 +196,18 @@ class Batch:
     def done(self) -> np.ndarray:
         """Steps that every row has taken."""
         running = [flight is not None and flight.needs_steps for flight in self.flights]
-        steps = [IDLE if f is None else f.row.request.before + f.done for f in self.flights]
+        steps = [IDLE if f is None else f.steps for f in self.flights]
         return np.where(running, steps, IDLE).astype(np.int32)
 
     def compressing(self) -> np.ndarray:
         """Rows in a phase of their answer in which the recipe selects tokens."""
         phases = self._options.recipe.compress
         return np.array([f is not None and f.row.phase in phases for f in self.flights])
+
+    def mark_start(self, flight: Flight) -> None:
+        """Count time from now on for a request whose first token comes with others."""
+        for lap in (self._lap, flight.lap):
+            lap.mark(0)
 
     def take(self, output: ChunkOutput, flights: list[Flight | None]) -> Iterator[Event]:
         """Read a chunk's output: waits for the device, then tells what each row got.

@@ -54,11 +54,15 @@ class Lap:
         self._ttft_s = self._prefill_s = self._prefill_compile_s = 0.0
 
     def mark(self, tokens: int) -> None:
-        """Note that ``tokens`` more have been read from the device; at first, prefill's."""
+        """Note that ``tokens`` more have been read from the device; at first, prefill's.
+
+        None at first: the prompt was there already, and the first token comes later.
+        """
         elapsed = self._clock.now() - self._started
         compile_s = self._clock.compile_s - self._compiled
-        if not self._marks:
+        if not any(count for _, count in self._marks):
             self._ttft_s = elapsed
+        if not self._marks:
             self._prefill_s = elapsed - compile_s
             self._prefill_compile_s = compile_s
         self._marks.append((elapsed - compile_s, tokens))

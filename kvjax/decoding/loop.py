@@ -172,7 +172,10 @@ def _fill(
     """Read prompts into rows, or let a row go on from one that has been read."""
     requests = [flight.row.request for flight in flights]
     if requests[0].past is not None:
-        return _resume(lm, state, flights[0], options)
+        state, first = resume(lm, state, requests[0], options)
+        if first is None:
+            batch.mark_start(flights[0])
+        return state, [] if first is None else [first]
     prompt = batch.prompts.get(requests[0].row)
     if prompt is None:
         state, output = fill_rows(lm, state, rows, requests, options)
@@ -182,29 +185,6 @@ def _fill(
         state, prompt.parked = park_prompt(lm, state, request, options)
     state, output = continue_prompt(state, row, prompt.parked, request, options, flight.lent)
     return state, [output]
-
-
-def _resume(
-    lm: LanguageModel, state: DecodeState, flight: Flight, options: Options
-) -> tuple[DecodeState, list[ChunkOutput]]:
-    """Go on from a conversation up to the end of a tick, from where on its steps are whole ones."""
-    request, recipe = flight.row.request, options.recipe
-    state, first = resume(lm, state, request, options)
-    outputs = [] if first is None else [first]
-    steps, left = -request.before % recipe.tick, int(state.left[0])
-    if recipe.keeps_all or not steps or not left:
-        return state, outputs
-    state = dataclasses.replace(state, left=jnp.asarray([min(left, steps)], jnp.int32))
-    sampling = sampling_of([request.sample], options)
-    width = _width(_reach(flight, recipe.tick))
-    state, output = _decode(
-        lm, state, sampling, np.zeros(1, bool), options, steps=recipe.tick, width=width
-    )
-    flight.done += steps
-    taken = int(output.real.sum())
-    ended = taken < steps or int(state.token[0]) in options.stop_ids or not state.finite[0]
-    left = 0 if ended else left - taken
-    return dataclasses.replace(state, left=jnp.asarray([left], jnp.int32)), [*outputs, output]
 
 
 def _together(rows: list[int], planned: Plan) -> list[list[int]]:
@@ -222,8 +202,15 @@ def _chunk(
     options: Options,
 ) -> tuple[DecodeState, ChunkOutput]:
     """Work on the rows' caches, where there is any to do, and decode a chunk of tokens."""
-    recipe = options.recipe
+    recipe, stepping = options.recipe, batch.stepping()
     steps = options.chunk if recipe.keeps_all else recipe.tick
+    longest = max(_reach(flight, steps) for flight in stepping)
+    shape = {"steps": steps, "width": _width(longest)}
+    halted = batch.halted()
+    begun = 0 if recipe.keeps_all else stepping[0].steps % recipe.tick
+    if begun:  # the only row, which goes on from a conversation
+        batch.step(steps - begun)
+        return _rest_of_tick(lm, state, sampling, halted, options, steps - begun, **shape)
     if not recipe.keeps_all:
         state = maintain(
             state,
@@ -234,10 +221,26 @@ def _chunk(
             done=batch.done(),
             model=lm.model,
         )
-    longest = max(_reach(flight, steps) for flight in batch.stepping())
-    halted = batch.halted()
     batch.step(steps)
-    return _decode(lm, state, sampling, halted, options, steps=steps, width=_width(longest))
+    return _decode(lm, state, sampling, halted, options, **shape)
+
+
+def _rest_of_tick(
+    lm: LanguageModel,
+    state: DecodeState,
+    sampling: Sampling | None,
+    halted: np.ndarray,
+    options: Options,
+    count: int,
+    **shape: int,
+) -> tuple[DecodeState, ChunkOutput]:
+    """Decode ``count`` tokens, up to the end of a tick, from where on chunks are whole ticks."""
+    left = state.left
+    state = dataclasses.replace(state, left=jnp.minimum(left, count))
+    state, output = _decode(lm, state, sampling, halted, options, **shape)
+    ended = ~state.finite | jnp.isin(state.token, jnp.asarray(options.stop_ids, jnp.int32))
+    left = jnp.where(ended, 0, jnp.maximum(left - count, 0))
+    return dataclasses.replace(state, left=left), output
 
 
 def _decode(

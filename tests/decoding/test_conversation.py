@@ -10,7 +10,9 @@ import kvjax
 from kvjax import recipes
 from kvjax.cache import plan
 from kvjax.cache.packed import pack_row
-from kvjax.decoding.chunk import DecodeState
+from kvjax.decoding import loop
+from kvjax.decoding.chunk import DecodeState, decode_chunk
+from kvjax.decoding.clock import Clock
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import force_chunk
 from kvjax.decoding.maintain import maintain
@@ -212,6 +214,35 @@ def test_interrupted(text_lm):
     assert stopped.finish_reason == "interrupted" and 17 <= len(stopped.tokens) < 32
     count = len(stopped.tokens)
     same(stopped.cache, decode(prompt_of(FULL), new=count, model=text_lm).cache)
+
+
+@pytest.mark.parametrize(
+    ("turn", "new", "decode_s", "ttft_s"),
+    [
+        pytest.param(5, 22, 2, 0, marks=slow),  # the first token, 5 up to a tick's end, a tick
+        pytest.param(5, 4, 1, 0, marks=slow),
+        (0, 27, 2, 2),  # 11 and a tick, which is dispatched before the 11 are read
+        (0, 11, 1, 1),
+    ],
+)
+def test_times_count_every_chunk(monkeypatch, turn, new, decode_s, ttft_s):
+    """By a clock that is a second a chunk: also the one up to a tick's end, from its dispatch."""
+    now, recipe = [0.0], recipes.uniform("int8")
+    cache = decode(prompt_of(recipe), recipe, 22).cache
+
+    def second(*given, **how):
+        now[0] += 1
+        return decode_chunk(*given, **how)
+
+    monkeypatch.setattr(Clock, "now", lambda clock: now[0])
+    monkeypatch.setattr(Clock, "_listen", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "decode_chunk", second)
+    result = decode([7] * turn, recipe, new, cache=cache)
+    assert len(result.tokens) == new
+    times, counted = result.report["timing"], new - bool(turn)
+    assert (times["prefill_s"], times["ttft_s"]) == (0, ttft_s)
+    assert (times["decode_s"], times["decode_tok_s"]) == (decode_s, counted / decode_s)
+    assert times["ms_per_token"]["p50"] > 0
 
 
 @slow
