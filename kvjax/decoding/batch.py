@@ -212,24 +212,25 @@ class Batch:
     def take(self, output: ChunkOutput, flights: list[Flight | None]) -> Iterator[Event]:
         """Read a chunk's output: waits for the device, then tells what each row got.
 
+        Tokens behind a row's end are none of its own, and not counted.
+
         Args:
             flights: whose rows they are, of the output's.
         """
         tokens, real, finite = map(np.asarray, (output.tokens, output.real, output.finite))
         names = ("length", "slots", "pages", "crowded", "thoughts", "latents", "blocks")
         held = jax.tree.map(np.asarray, {name: getattr(output, name) for name in names})
-        self._lap.mark(int(real.sum()))
-        for i, flight in enumerate(flights):
-            if flight is None or not flight.running:
-                continue
+        running = [(i, f) for i, f in enumerate(flights) if f is not None and f.running]
+        chosen = [tokens[real[:, i], i].tolist() for i, _ in running]
+        pushed = [flight.row.push(own) for (_, flight), own in zip(running, chosen, strict=True)]
+        self._lap.mark(sum(len(new) for _, new in pushed))
+        for (i, flight), own, (text, new) in zip(running, chosen, pushed, strict=True):
             row, log = flight.row, flight.log
-            chosen = tokens[real[:, i], i].tolist()
-            flight.lap.mark(len(chosen))
-            text, new = row.push(chosen)
+            flight.lap.mark(len(new))
             self._generated += len(new)
             log.add(i, **held)
             # The last one was chosen from them: where the host ended the row before, it has none.
-            if not finite[i] and len(new) == len(chosen):
+            if not finite[i] and len(new) == len(own):
                 wide = "" if self.lm.dtype == jnp.float32 else "try --dtype float32, or "
                 self.numerical_error = (
                     f"row {row.request.row}: the logits hold NaN or infinity after "

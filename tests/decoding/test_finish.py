@@ -291,25 +291,28 @@ def test_nan_behind_the_stop_is_nobodys():
 
 @pytest.fixture
 def taken(monkeypatch) -> Callable[..., tuple[kvjax.Result, Batch]]:
-    """Lets a batch of one row take one output, of whatever tokens a device is said to have chosen.
+    """Lets a batch of one row take whatever tokens a device is said to have chosen.
 
-    Returns the row's result, and the batch.
+    Those are the first one, and a chunk. Returns the row's result, and the batch.
     """
 
-    def take(chosen, *, finite: bool, lm=None, **options) -> tuple[kvjax.Result, Batch]:
+    def take(chosen, *, finite: bool = True, lm=None, **options) -> tuple[kvjax.Result, Batch]:
         lm, found = lm or small.lm(), []
 
         def stand_in(lm, requests, planned, options, should_stop, *, alone):
-            tokens = jnp.asarray(chosen)[:, None]
-            length = jnp.asarray([requests[0].prompt + len(chosen) - 1])
-            held = jnp.ones((1, len(planned.geometry.layers), 1), int)
-            counts = (length, held, held, jnp.zeros(1, int), None, None, None)
-            output = ChunkOutput(tokens, tokens >= 0, jnp.asarray([finite]), *counts)
+            def output(tokens, finite: bool) -> ChunkOutput:
+                tokens, one = jnp.asarray(tokens)[:, None], jnp.ones(1, int)
+                held = jnp.ones((1, len(planned.geometry.layers), 1), int)
+                counts = (one, held, held, 0 * one, None, None, None)
+                return ChunkOutput(tokens, tokens >= 0, jnp.asarray([finite]), *counts)
+
             with Clock() as clock:
                 batch = Batch(lm, collections.deque(requests), options, planned, clock, [])
                 batch._together.append(batch)
                 batch.admit()
-                yield from batch.take(output, list(batch.flights))
+                flights = list(batch.flights)
+                yield from batch.take(output(chosen[:1], True), flights)
+                yield from batch.take(output(chosen[1:], finite), flights)
             found.append(batch)
 
         generate = importlib.import_module("kvjax.decoding.generate")
@@ -337,6 +340,17 @@ def test_nan_behind_where_the_host_ends_a_row(taken, text_lm, chosen, options, r
     assert (result.finish_reason, result.tokens) == (reason, tuple(chosen[:count]))
     lost = reason == "error"
     assert (result.error is not None, batch.numerical_error is not None) == (lost, lost)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options"),
+    [([7] * 600, {}), ([7, 8, 9, 5, 6], {"stop_texts": ("()",)}), ([7] * 9, {})],
+)
+def test_tokens_behind_where_the_host_ends_a_row_are_not_counted(taken, text_lm, chosen, options):
+    result, batch = taken(chosen, lm=text_lm, **options)
+    for times in (result.report["timing"], batch._lap.as_dict()):
+        counted = times["decode_tok_s"] * times["decode_s"]
+        assert counted == pytest.approx(len(result.tokens) - 1)
 
 
 def test_nan_in_the_only_prompt_raises(poisoned):
