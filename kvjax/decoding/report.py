@@ -228,12 +228,18 @@ def _coded(layer: LayerGeometry) -> list[str]:
 
 
 def _thoughts(seen: list[Thoughts], row: Row) -> dict[str, Any]:
-    """What the row's thoughts were and how often work was done on them."""
+    """What the row's thoughts are, and how often this run has worked on them."""
     if not seen:
         return {}
-    last, steps = seen[-1], max(len(row.tokens) - 1, 1)
+    last, past, began = seen[-1], row.request.past, len(row.request.ids)
     kinds = "".join(KINDS[kind] for kind in last.kind if kind >= 0)
-    demoted = np.array([thoughts.demoted for thoughts in seen])
+    told, demoted = len(kinds), np.array([np.zeros(2, int), *(x.demoted for x in seen)])
+    if past is not None:  # whose work is none of this run's
+        began = past.length
+        told -= int((past.row["thoughts.kind"] >= 0).sum())
+        demoted[0] = past.row["thoughts.demoted"]
+    steps = max(len(row.request.ids) + len(row.tokens) - 1 - began, 1)
+    by_transition, by_budget = map(int, demoted[-1] - demoted[0])
     events = int((np.diff(demoted.sum(1)) > 0).sum())
     known = last.sparsity[: len(kinds)]
     return {
@@ -241,8 +247,8 @@ def _thoughts(seen: list[Thoughts], row: Row) -> dict[str, Any]:
             **{kind: kinds.count(kind) for kind in KINDS},
             "kinds": kinds,
             "sparsity": [None if np.isnan(value) else float(value) for value in known],
-            "demotions": dict(zip(("transition", "budget"), map(int, last.demoted), strict=True)),
-            "refresh_rate": len(kinds) / steps,
+            "demotions": {"transition": by_transition, "budget": by_budget},
+            "refresh_rate": told / steps,
             "eviction_rate": events / steps,
         }
     }

@@ -1,17 +1,25 @@
 """What a result reports, against a recount."""
 
+import dataclasses
 import inspect
 import json
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import memory
 from kvjax.cache import init_cache, plan
+from kvjax.decoding import report
 from kvjax.decoding.clock import Clock, Lap
+from kvjax.decoding.conversation import Conversation
+from kvjax.decoding.requests import Options, Request
+from kvjax.decoding.row import Row
+from kvjax.thoughts import KINDS, Thoughts
+from kvjax.thoughts.state import no_thoughts
 from tests.decoding import small
 from tests.decoding.small import LENGTHS, NEW, PAGE, decode, prompts
 
@@ -126,6 +134,53 @@ def test_a_record_is_enough_to_decode_again():
     assert second.tokens == first.tokens
     [other] = kvjax.generate(lm, [prompt], **options | {"seed": 12}, **small.SAMPLED)
     assert other.tokens != first.tokens
+
+
+def thoughts_of(kinds: str, demoted) -> Thoughts:
+    """One row's, as a log has them."""
+    [kind], none = [[KINDS.index(x) for x in kinds]], no_thoughts(1, 8)
+    known = none.kind.at[0, : len(kinds)].set(jnp.asarray(kind, jnp.int32))
+    told = dataclasses.replace(none, kind=known, demoted=jnp.asarray([demoted], jnp.int32))
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], told)
+
+
+def rates(seen: list[Thoughts], new: int, read: int = 0, past: Thoughts | None = None) -> dict:
+    """What is reported of a row that got ``new`` tokens behind a prompt of 20.
+
+    Args:
+        read: tokens behind the prompt that it had before, the last of which it reads itself.
+    """
+    lm, recipe = small.lm(), kvjax.recipes.thinkv()
+    ids = (7,) * (20 + read)
+    if past is not None:
+        names = ("kind", "demoted")
+        packed = {f"thoughts.{name}": getattr(past, name) for name in names}
+        packed |= {"length": np.array(len(ids) - 1), "prompt": np.array(20)}
+        past = Conversation(ids, read, recipe, lm.fingerprint, lm.source, str(lm.dtype), packed)
+    signature = inspect.signature(kvjax.stream).parameters
+    given = {field.name: signature[field.name].default for field in dataclasses.fields(Options)}
+    given |= {"recipe": recipe, "stop_ids": (), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    row = Row(lm, Request(0, ids, new, False, past=past), Options(**given))
+    row.push([5] * new)
+    return report._thoughts(seen, row)["thoughts"]
+
+
+def test_work_on_thoughts_is_this_run_s():
+    """What a conversation came with is none of it."""
+    first, second = thoughts_of("R", (0, 0)), thoughts_of("RE", (2, 1))
+    third = thoughts_of("RET", (3, 1))
+    fresh = rates([first, second, second], 150)
+    assert fresh["demotions"] == {"transition": 2, "budget": 1}
+    assert (fresh["refresh_rate"], fresh["eviction_rate"]) == (2 / 149, 1 / 149)
+    on = rates([second], 3, 150, past=second)
+    assert (on["kinds"], on["R"], on["E"]) == ("RE", 1, 1)
+    assert on["demotions"] == {"transition": 0, "budget": 0}
+    assert on["refresh_rate"] == on["eviction_rate"] == 0
+    # The first chunk may work on it, too; the token chosen last before is read now.
+    for seen in ([third], [second, third]):
+        on = rates(seen, 120, 150, past=second)
+        assert on["demotions"] == {"transition": 1, "budget": 0}
+        assert on["refresh_rate"] == on["eviction_rate"] == 1 / 120
 
 
 def test_progress_adds_the_rows_up():
