@@ -38,6 +38,7 @@ class BytesLog:
         self._fixed = geometry.devices * geometry.query_bytes // geometry.rows
         self._slots = np.zeros(size, np.int64)
         self._most = np.zeros(size, np.int64)
+        self._had = 0, 0  # at the first look: tokens read, and slots live
         self._latents: np.ndarray | None = None
         self._blocks: np.ndarray | None = None
         self.thoughts: list[Thoughts] = []
@@ -77,6 +78,8 @@ class BytesLog:
         slots, pages, thoughts, latents, blocks = jax.tree.map(
             lambda leaf: leaf[row], (slots, pages, thoughts, latents, blocks)
         )
+        if not self.lengths:
+            self._had = logical, int(slots.sum())
         self.logical, self._slots, self._latents, self._blocks = logical, slots, latents, blocks
         self._most = np.maximum(self._most, slots)
         if thoughts is not None:
@@ -149,12 +152,7 @@ class BytesLog:
             },
             "evictions": round((self.logical - self.live_tokens) * heads),
             "crowded": self.crowded,
-            # Tokens stored beyond the most that were ever held at once.
-            "slots_reused": round(
-                (self.logical * heads - int(self._slots[:, 0].sum()) - int(self._most[:, 1:].sum()))
-                if self._slots.shape[1] > 1 and self._latents is None
-                else 0
-            ),
+            "slots_reused": self._reused(heads),
             "bits": 8 * (held["codes"] + held["scales"]) / max(numbers, 1),
             "bytes": {
                 "codes": round(held["codes"]),
@@ -177,6 +175,17 @@ class BytesLog:
             **self._rates(),
             **self._per_token(),
         }
+
+    def _reused(self, heads: int) -> int:
+        """Tokens stored beyond the most that were ever held at once.
+
+        Of a prompt those that were held once it was read: the others may never have had a slot.
+        """
+        if self._slots.shape[1] == 1 or self._latents is not None:
+            return 0
+        logical, held = self._had
+        stored = held + (self.logical - logical) * heads - int(self._slots[:, 0].sum())
+        return stored - int(self._most[:, 1:].sum())
 
     def _per_layer(self) -> list[dict[str, Any]]:
         """Tokens that each layer holds, and the shares of their components, if it is latents."""

@@ -183,6 +183,24 @@ def test_work_on_thoughts_is_this_run_s():
         assert on["refresh_rate"] == on["eviction_rate"] == 1 / 120
 
 
+def test_slots_reused_are_those_of_tokens_that_were_stored():
+    """A prompt is selected from before it is stored: what goes then has had no slot."""
+    config, recipe = small.lm().config, kvjax.recipes.streaming(budget=64, page_size=PAGE)
+    size = {"prompt_tokens": 200, "max_new_tokens": 64, "parameter_bytes": 0}
+    planned = plan(config, recipe, batch_size=1, dtype="float32", **size)
+    log = report.BytesLog(planned.geometry)
+
+    def reused(length: int, recent: int, stored: int) -> int:
+        slots = np.tile(np.array([recent, stored]) * HEADS, (1, LAYERS, 1))
+        log.add(0, length=np.array([length]), slots=slots, pages=slots, crowded=np.zeros(1, int))
+        return log.as_dict()["slots_reused"]
+
+    assert reused(200, 16, 48) == 0
+    assert reused(216, 32, 48) == 0  # nothing has left the recent window yet
+    assert reused(232, 32, 56) == 8 * LAYERS * HEADS  # 16 were stored, and 8 of them beside 48
+    assert reused(248, 32, 48) == 24 * LAYERS * HEADS
+
+
 def test_progress_adds_the_rows_up():
     events = kvjax.stream(
         small.lm(),
