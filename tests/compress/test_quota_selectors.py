@@ -190,7 +190,7 @@ def test_highest_attention_needs_no_budget():
     anyway = dataclasses.replace(ctx, must=jnp.zeros_like(ctx.must))
     run = jax.jit(HighestAttention(window=8).__call__)
     same = np.where(ctx.live, run(free), 0), np.where(ctx.live, run(anyway), 0)
-    np.testing.assert_array_equal(*same)
+    np.testing.assert_allclose(*same, rtol=1e-6)  # by two programs
 
 
 class TestOMP:

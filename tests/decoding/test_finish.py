@@ -140,8 +140,7 @@ def test_a_kernel_that_cannot_read_a_codec(monkeypatch):
     ],
 )
 def test_a_kernel_that_cannot_run_a_recipe(monkeypatch, recipe, message):
-    requests = importlib.import_module("kvjax.decoding.requests")
-    monkeypatch.setattr(requests, "missing_device", lambda kernel: None)
+    monkeypatch.setattr("kvjax.decoding.kernel.missing_device", lambda kernel: None)
     with pytest.raises(kvjax.UsageError, match=f"kernel mosaic {message}"):
         decode(prompts(), kernel="mosaic", recipe=recipe)
 
