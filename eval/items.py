@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.command.files import as_text, read_bytes
 from kvjax.errors import UsageError
+from kvjax.eval.lines import check_once, numbered_lines
 from kvjax.tokenizer import Tokenizer
 
 
@@ -46,8 +46,7 @@ def read_items(path: pathlib.Path, count: int | None, first: int) -> list[Item]:
     Raises:
         UsageError: the file cannot be read, or a line is of no such form.
     """
-    text = as_text(read_bytes(str(path), "--tasks"), str(path))
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = numbered_lines(path)
     items = []
     for index, (number, line) in list(enumerate(lines))[first:][:count]:
         try:
@@ -65,9 +64,7 @@ def read_items(path: pathlib.Path, count: int | None, first: int) -> list[Item]:
         items.append(found)
     if not items:
         raise UsageError(f"--tasks: {path} has {len(lines)} lines, and none from number {first} on")
-    names = [item.id for item in items]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--tasks: {path} has two items with the id {twice!r}")
+    check_once(path, [item.id for item in items], "items with the id")
     return items
 
 

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.command.files import as_text, read_bytes
 from kvjax.decoding import Result
 from kvjax.decoding.requests import Prompt
 from kvjax.errors import UsageError
 from kvjax.eval.grading import boxed, check_math_verify, equivalent
+from kvjax.eval.lines import check_once, numbered_lines
 from kvjax.train.reasoner import task as reasoner
 
 FILES = {
@@ -87,8 +87,7 @@ def file_group(name: str, path: pathlib.Path, count: int | None, first: int, lim
         UsageError: the file cannot be used, or math-verify is missing.
     """
     check_math_verify(f"--tasks {name}")
-    text = as_text(read_bytes(str(path), "--tasks"), str(path))
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = numbered_lines(path)
     problems = [
         _problem(line, f"{path}, line {number}", str(index))
         for index, (number, line) in enumerate(lines)
@@ -96,9 +95,7 @@ def file_group(name: str, path: pathlib.Path, count: int | None, first: int, lim
     problems = problems[first:][:count]
     if not problems:
         raise UsageError(f"--tasks: {path} has {len(lines)} lines, and none from number {first} on")
-    names = [problem.id for problem in problems]
-    if twice := next((one for one in names if names.count(one) > 1), None):
-        raise UsageError(f"--tasks: {path} has two problems with the id {twice!r}")
+    check_once(path, [problem.id for problem in problems], "problems with the id")
     return Group(name, problems, judge_box, limit, limit)
 
 

@@ -4,9 +4,9 @@ import json
 import pathlib
 from typing import Any
 
-from kvjax.command.files import as_text, read_bytes
 from kvjax.decoding import Result
 from kvjax.errors import UsageError
+from kvjax.eval.lines import check_once, numbered_lines
 from kvjax.eval.problems import Group, Problem
 
 
@@ -21,8 +21,7 @@ def ruler_group(path: pathlib.Path, count: int, max_new_tokens: int) -> Group:
     Raises:
         UsageError: the file cannot be read, or a line is of another form.
     """
-    text = as_text(read_bytes(str(path), "--tasks"), str(path))
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = numbered_lines(path)
     problems = []
     for index, (number, line) in enumerate(lines[:count]):
         try:
@@ -38,9 +37,7 @@ def ruler_group(path: pathlib.Path, count: int, max_new_tokens: int) -> Group:
         problems.append(Problem(str(record.get("index", index)), asked, json.dumps(texts)))
     if not problems:
         raise UsageError(f"--tasks: {path} has no lines")
-    names = [problem.id for problem in problems]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--tasks: {path} has two problems with the index {twice!r}")
+    check_once(path, [problem.id for problem in problems], "problems with the index")
     return Group(path.stem, problems, judge_all, max_new_tokens, max_new_tokens)
 
 
