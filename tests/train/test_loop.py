@@ -11,8 +11,8 @@ import pytest
 from kvjax.dynakv.adapter import RECORD, TENSORS, load_adapter
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.errors import CapacityError, NumericalError, UsageError
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.dynakv import state as state_module
-from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.loop import CHECKPOINTS, train
 from kvjax.train.dynakv.metrics import METRICS, draw, read
 from tests.dynakv.tiny import run, tiny

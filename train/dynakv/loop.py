@@ -15,9 +15,9 @@ from kvjax.dynakv.pca import spectra_of
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import Spectra
 from kvjax.errors import CapacityError, NumericalError, UsageError
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.claim import claim
 from kvjax.train.dynakv.alpha import AlphaControl
-from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
 from kvjax.train.dynakv.evaluate import evaluate, plain_nats, score
 from kvjax.train.dynakv.fisher import fisher_ranks

@@ -18,8 +18,8 @@ from kvjax.models.decoder import Decoder
 from kvjax.report.progress import ProgressLine
 from kvjax.sharding import device_mesh
 from kvjax.sharding.mesh import DATA
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.claim import claim
-from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.dynakv.data import Rows, batch_of, in_batches, split
 from kvjax.train.dynakv.loop import CHECKPOINTS, calibration, check_fit
 from kvjax.train.dynakv.metrics import METRICS, Metrics

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import NumericalError, UsageError
 from kvjax.models.config import ModelConfig
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.claim import check_claim, claim
-from kvjax.train.dynakv.checkpoints import Checkpoints
 from kvjax.train.reasoner.data import LEVELS, Batch, Source, mix, read
 from kvjax.train.reasoner.hiding import Hiding, first_hidden
 from kvjax.train.reasoner.model import CONFIG, graph_of, init, logits, tie
