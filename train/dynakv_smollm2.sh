@@ -73,6 +73,8 @@ arm() { # NAME: trains it, or goes on with it
 }
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
+# To try all kernels of a product takes minutes for each program, with several arms at a time.
+export XLA_FLAGS=${XLA_FLAGS:---xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false}
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/programs}
 if [ ! -f "$CORPUS" ]; then
     # What is there when its time is up is enough to go on with.

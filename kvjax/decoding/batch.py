@@ -224,11 +224,13 @@ class Batch:
         chosen = [tokens[real[:, i], i].tolist() for i, _ in running]
         pushed = [flight.row.push(own) for (_, flight), own in zip(running, chosen, strict=True)]
         self._lap.mark(sum(len(new) for _, new in pushed))
-        for (i, flight), own, (text, new) in zip(running, chosen, pushed, strict=True):
-            row, log = flight.row, flight.log
+        for (i, flight), (_, new) in zip(running, pushed, strict=True):
             flight.lap.mark(len(new))
             self._generated += len(new)
-            log.add(i, **held)
+            flight.log.add(i, **held)
+        progress = self._progress()
+        for (i, flight), own, (text, new) in zip(running, chosen, pushed, strict=True):
+            row, log = flight.row, flight.log
             # The last one was chosen from them: where the host ended the row before, it has none.
             if not finite[i] and len(new) == len(own):
                 wide = "" if self.lm.dtype == jnp.float32 else "try --dtype float32, or "
@@ -242,16 +244,17 @@ class Batch:
             if full and row.finish is None:
                 text += row.end("cache_full")
             if new or text:
-                yield self._text(row, text, new)
+                yield _text(row, text, new, progress)
             if row.finish is not None:
                 yield self._end(flight)
 
     def end_all(self, reason: FinishReason) -> Iterator[Event]:
         """End every request that still runs or waits."""
+        progress = self._progress()
         for flight in list(self._unread):
             text = flight.row.end(reason)
             if text:
-                yield self._text(flight.row, text)
+                yield _text(flight.row, text, (), progress)
             yield self._end(flight)
         while self._waiting:
             yield _not_begun(self._waiting.popleft(), reason)
@@ -274,12 +277,8 @@ class Batch:
         )
         return _done(row.request, result)
 
-    def _text(self, row: Row, text: str, tokens: tuple[int, ...] = ()) -> Event:
-        number, sample = row.request.row, row.request.sample
-        progress = self._progress()
-        return Event("text", number, text=text, tokens=tokens, progress=progress, sample=sample)
-
     def _progress(self) -> Progress:
+        """Of all rows together: too much to ask for each of them."""
         logs = [f.log for batch in self._together for f in batch.flights if f is not None]
         return Progress(
             generated=sum(batch._generated for batch in self._together),
@@ -290,6 +289,13 @@ class Batch:
             kv_bytes=sum(log.live_bytes for log in logs),
             full_bytes=sum(log.full_bytes for log in logs),
         )
+
+
+def _text(row: Row, text: str, tokens: tuple[int, ...], progress: Progress) -> Event:
+    request = row.request
+    return Event(
+        "text", request.row, text=text, tokens=tokens, progress=progress, sample=request.sample
+    )
 
 
 def _not_begun(request: Request, reason: FinishReason) -> Event:

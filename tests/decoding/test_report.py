@@ -220,6 +220,23 @@ def test_progress_adds_the_rows_up():
     assert last.tokens_per_s > 0
 
 
+def test_progress_is_asked_once_a_chunk(monkeypatch):
+    """It goes through all rows, so that asking for each of them takes their number squared."""
+    asked, ask = [], report.BytesLog.live_tokens.fget
+    counting = property(lambda log: asked.append(log) or ask(log))
+    monkeypatch.setattr(report.BytesLog, "live_tokens", counting)
+    kvjax.generate(
+        small.lm(),
+        [[1, 2, 3]] * 8,
+        recipe=kvjax.recipes.full(PAGE),
+        max_new_tokens=NEW,
+        batch_size=8,
+        chunk=small.CHUNK,
+    )
+    reads = 1 + -(-(NEW - 1) // small.CHUNK)  # the prompts' first tokens come by themselves
+    assert 8 * reads < len(asked) <= 8 * (2 * reads + 4)  # a row's report asks as well
+
+
 def test_a_clock_tells_compilation_apart(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
