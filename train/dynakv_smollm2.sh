@@ -73,8 +73,10 @@ arm() { # NAME: trains it, or goes on with it
 }
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
-# To try all kernels of a product takes minutes for each program, with several arms at a time.
-export XLA_FLAGS=${XLA_FLAGS:---xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false}
+# To try all kernels of a product takes minutes for each program, with several arms at a time; and a
+# product that is kept for the gradient would be made twice, once into its place.
+XLA_FLAGS=${XLA_FLAGS:---xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false}
+export XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_dynamic_slice_fusion=false"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/programs}
 if [ ! -f "$CORPUS" ]; then
     # What is there when its time is up is enough to go on with.

@@ -186,10 +186,14 @@ class Decoder(nnx.Module):
             caches.append(cache)
         return rms_norm(x, self.norm[...], config.rms_norm_eps), tuple(caches)
 
+    @property
+    def head(self) -> Float[Array, "V E"]:
+        """What scores tokens: a device's own of them, where several share them."""
+        return (self.embed if self.lm_head is None else self.lm_head)[...]
+
     def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Float32 scores of the next token."""
-        head = self.embed if self.lm_head is None else self.lm_head
-        return logits_of(hidden, head[...], self.config.vocab_size)
+        return logits_of(hidden, self.head, self.config.vocab_size)
 
 
 def _bind(attend: Attend, index: int, cache: Any) -> Attend:

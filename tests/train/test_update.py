@@ -101,6 +101,33 @@ def test_cross_entropy_of_rows_that_are_no_whole_number_of_chunks(length):
     assert count == 2 * (length - 1)
 
 
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-5), ("bfloat16", 0.01)])
+def test_slopes_of_the_cross_entropy(dtype, off):
+    """Made by hand beside it, against those that JAX finds of logits in float32."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((2, 300, 32)), dtype)
+    head = jnp.asarray(rng.standard_normal((64, 32)), dtype)
+    ids = jnp.asarray(rng.integers(64, size=(2, 300)), jnp.int32)
+    counts = jnp.asarray(rng.random((2, 300)) > 0.3)
+
+    def found(hidden, head):
+        model = nnx.merge(*nnx.split(tiny().model))
+        model.lm_head = nnx.Param(head)
+        return 3.0 * cross_entropy(model, hidden, ids, counts)[0]
+
+    def expected(hidden, head):
+        logs = jax.nn.log_softmax(hidden[:, :-1] @ head.T)
+        own = jnp.take_along_axis(logs, ids[:, 1:, None], -1)[..., 0]
+        return -3.0 * jnp.where(counts[:, 1:], own, 0.0).sum()
+
+    got = jax.value_and_grad(found, (0, 1))(hidden, head)
+    want = jax.value_and_grad(expected, (0, 1))(*(x.astype(jnp.float32) for x in (hidden, head)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a.astype(jnp.float32) - b) < off * np.linalg.norm(b)
+    assert not np.asarray(got[1][0])[:, :-1][~np.asarray(counts[:, 1:])].any()
+    assert got[1][0].dtype == got[1][1].dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("changes", "moving"),
     [

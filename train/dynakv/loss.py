@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.dynakv.forward import Mode, Rates, compressed_states, plain_states
 from kvjax.dynakv.spectrum import Basis, Spectra
 from kvjax.models.decoder import Decoder
+from kvjax.models.layers import logits_of, precision
 
 _CHUNK = 256  # tokens of a row whose logits are there at once
 
@@ -117,16 +118,57 @@ def cross_entropy(
     valid: Bool[Array, "B T"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Nats of every valid token but a row's first, and their number."""
+    head = model.head
 
     def nats(hidden, target, counts):
-        scores = model.logits(hidden)
-        # A sum with one term, since the gradient of a gather is a scatter, a pass of its own.
-        chosen = jnp.arange(scores.shape[-1], dtype=target.dtype)[None, None] == target[..., None]
-        own = jnp.where(chosen, scores, 0.0).sum(-1)
-        return jnp.where(counts, jax.nn.logsumexp(scores, axis=-1) - own, 0.0).sum()
+        return _nats(hidden, head, target, counts)
 
     total = in_chunks(nats, hidden[:, :-1], tokens[:, 1:], valid[:, 1:])
     return total, valid[:, 1:].sum(dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def _nats(
+    hidden: Float[Array, "B T E"],
+    head: Float[Array, "V E"],
+    target: Int[Array, "B T"],
+    counts: Bool[Array, "B T"],
+) -> Float[Array, ""]:
+    """The cross-entropy of the tokens that count.
+
+    Its gradient by hidden states is made with it, while the logits are there, by products in the
+    type of the weights; that by the head, which a frozen model does not need, makes them again.
+    """
+    return _nats_and_slope(hidden, head, target, counts)[0]
+
+
+def _nats_and_slope(hidden, head, target, counts) -> tuple[Float[Array, ""], Float[Array, "B T V"]]:
+    scores = logits_of(hidden, head, len(head))
+    total = jax.nn.logsumexp(scores, axis=-1)
+    chosen = jnp.arange(len(head), dtype=target.dtype)[None, None] == target[..., None]
+    own = jnp.where(chosen, scores, 0.0).sum(-1)
+    slope = jnp.exp(scores - total[..., None]) - chosen.astype(scores.dtype)
+    slope = jnp.where(counts[..., None], slope, 0.0).astype(hidden.dtype)
+    return jnp.where(counts, total - own, 0.0).sum(), slope
+
+
+def _nats_forward(hidden, head, target, counts):
+    nats, slope = _nats_and_slope(hidden, head, target, counts)
+    towards = jnp.einsum("btv,ve->bte", slope, head, precision=precision(head.dtype))
+    return nats, (towards, hidden, head, target, counts)
+
+
+def _nats_backward(kept, gradient):
+    towards, *given = kept
+    _, slope = _nats_and_slope(*given)
+    hidden, head, *_ = given
+    by_head = jnp.einsum("btv,bte->ve", slope, hidden, precision=precision(head.dtype))
+    scaled = (gradient * leaf.astype(jnp.float32) for leaf in (towards, by_head))
+    by_hidden, by_head = (leaf.astype(head.dtype) for leaf in scaled)
+    return by_hidden, by_head, None, None
+
+
+_nats.defvjp(_nats_forward, _nats_backward)
 
 
 def in_chunks(
@@ -134,8 +176,7 @@ def in_chunks(
 ) -> Float[Array, "*S"]:
     """The sum of what ``each`` makes of a few tokens of every row at a time.
 
-    Whatever it needs for that, such as logits, is made again in the backward pass. Rows are filled
-    up with zeros.
+    Rows are filled up with zeros.
     """
     length = arrays[0].shape[1]
     chunk = min(_CHUNK, length)
@@ -146,7 +187,7 @@ def in_chunks(
         return jnp.moveaxis(split, 1, 0)
 
     parts = tuple(map(chunks, arrays))
-    return jax.lax.map(lambda part: jax.checkpoint(each)(*part), parts).sum(0)
+    return jax.lax.map(lambda part: each(*part), parts).sum(0)
 
 
 def _sums(

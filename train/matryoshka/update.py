@@ -81,6 +81,7 @@ def compared(
         valid: false where a row is padded.
     """
 
+    @jax.checkpoint  # so that logits are made again for the gradient, and not kept
     def nats(hidden, teacher, target, counts):
         found, wanted = (jax.nn.log_softmax(model.logits(x)) for x in (hidden, teacher))
         divergence = (jnp.exp(wanted) * (wanted - found)).sum(-1)
