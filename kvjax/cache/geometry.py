@@ -115,6 +115,11 @@ class Geometry:
         """Channels of a token's keys, all heads of all devices together."""
         return self.all_kv_heads * self.head_dim
 
+    @property
+    def widest(self) -> int:
+        """Slots that no KV head, and positions that no buffer of latents, has more of."""
+        return max(self.span, *(part.capacity for layer in self.layers for part in layer.classes))
+
     @functools.cached_property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:
         """Bytes of a page and of its table entry, for every layer and class."""

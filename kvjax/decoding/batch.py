@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import Geometry
 from kvjax.cache.fitting import pages_of_row, pool_pages
 from kvjax.cache.plan import Plan
 from kvjax.decoding.chunk import ChunkOutput
@@ -192,6 +193,11 @@ class Batch:
     def halted(self) -> np.ndarray:
         """Rows that the host has ended; True for the empty ones too."""
         return np.array([flight is None or not flight.running for flight in self.flights])
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the cache."""
+        return self._planned.geometry
 
     def done(self) -> np.ndarray:
         """Steps that every row has taken."""

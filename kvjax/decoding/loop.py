@@ -205,7 +205,8 @@ def _chunk(
     recipe, stepping = options.recipe, batch.stepping()
     steps = options.chunk if recipe.keeps_all else recipe.tick
     longest = max(_reach(flight, steps) for flight in stepping)
-    shape = {"steps": steps, "width": _width(longest)}
+    # What no table has cuts nothing off, and each width is another program to compile.
+    shape = {"steps": steps, "width": min(_width(longest), batch.geometry.widest)}
     halted = batch.halted()
     begun = 0 if recipe.keeps_all else stepping[0].steps % recipe.tick
     if begun:  # the only row, which goes on from a conversation

@@ -1,7 +1,7 @@
 """The host's side of one row: its tokens, its text and why it ended."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvjax.decoding.events import FinishReason
 from kvjax.decoding.repetition import LoopWatch
@@ -43,9 +43,9 @@ class Row:
 
     def _go_on(self, answered: tuple[int, ...]) -> None:
         """Know what the answer was so far, which is none of this row's own text."""
+        if self._watch is not None:
+            self._watch, _ = self._watch.push(answered)
         for token in answered:
-            if self._watch is not None:
-                self._watch, _ = self._watch.push(token)
             if token not in self._stop_ids:
                 self._detokenise(token)
         self.pieces, self._unsent, self.think_tokens, self._thought_from = [], "", 0, 0
@@ -55,14 +55,16 @@ class Row:
         """ "think" while a thinking block is open, else "answer"."""
         return "think" if self._thinking else "answer"
 
-    def push(self, tokens: Iterable[int]) -> tuple[str, tuple[int, ...]]:
+    def push(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """Take tokens until the row ends; returns what they added: text and tokens."""
-        start = len(self.tokens)
-        for token in tokens:
+        start, looping = len(self.tokens), None
+        if self._watch is not None:
+            self._watch, looping = self._watch.push(tokens)
+        for number, token in enumerate(tokens):
             if self.finish:
                 break
             self.tokens.append(token)
-            self.finish = self._reason(token)
+            self.finish = self._reason(token, number == looping)
             if token not in self._stop_ids:
                 self._detokenise(token)
         if self.finish:
@@ -75,13 +77,11 @@ class Row:
         self.finish, self.error = reason, error
         return self._send()
 
-    def _reason(self, token: int) -> FinishReason | None:
+    def _reason(self, token: int, looping: bool) -> FinishReason | None:
         if token in self._stop_ids:
             return "stop"
-        if self._watch is not None:
-            self._watch, looping = self._watch.push(token)
-            if looping:
-                return "repetition"
+        if looping:
+            return "repetition"
         if len(self.tokens) >= self.request.max_new:
             return "cache_full" if self.request.truncated else "length"
         return None

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.dynakv.product import exact_product
+
 
 def soft_mask(logits: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
     """The share of the gate's probability that cuts at or behind each component.
@@ -12,7 +14,9 @@ def soft_mask(logits: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
     from j on. That is the paper's flipped running sum (equation 6) with the gate's outputs numbered
     from the other end. The first component is 1 exactly: it is always kept.
     """
-    behind = jax.lax.cumsum(jax.nn.softmax(logits), axis=logits.ndim - 1, reverse=True)
+    # A product: GPUs have no kernel for a running sum from the end, and take three passes for it.
+    from_there = jnp.tri(logits.shape[-1], dtype=logits.dtype)
+    behind = exact_product(jax.nn.softmax(logits), from_there)
     return jnp.concatenate([jnp.ones_like(behind[..., :1]), behind[..., 1:]], axis=-1)
 
 

@@ -6,29 +6,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.dynakv.mask import prefix, rank_of, soft_mask
+from kvjax.dynakv.product import exact_product
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.models.config import ModelConfig
 from kvjax.sharding.across import own
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-
-
-@jax.custom_vjp
-def _product(x: Float[Array, "B T d"], matrix: Float[Array, "d e"]) -> Float[Array, "B T e"]:
-    """In float32, for TF32 would already break U times its inverse; gradients make do with it."""
-    return jnp.matmul(x, matrix, precision=_HIGHEST)
-
-
-def _product_forward(x, matrix):
-    return _product(x, matrix), (x, matrix)
-
-
-def _product_backward(kept, gradient):
-    x, matrix = kept
-    return jnp.matmul(gradient, matrix.T), jnp.einsum("btd,bte->de", x, gradient)
-
-
-_product.defvjp(_product_forward, _product_backward)
 
 
 class SpectralGate(nnx.Variable):
@@ -87,7 +70,7 @@ class Spectrum(nnx.Module):
         """The components of keys or values."""
         x = x.astype(jnp.float32)
         x = x if self.mean is None else x - self.mean[...][None, None]
-        return _product(x, basis[0])
+        return exact_product(x, basis[0])
 
     def mask(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
         """The soft mask of each token; of a fixed rank, ones and zeros."""
@@ -101,7 +84,7 @@ class Spectrum(nnx.Module):
         logits = jnp.broadcast_to(self.b[...][None, None], latent.shape)
         if self.w is not None:
             seen = latent if self.settings.basis_learns_from_gate else jax.lax.stop_gradient(latent)
-            logits = logits + _product(seen, self.w[...])
+            logits = logits + exact_product(seen, self.w[...])
         return logits
 
     def ranks(self, mask: Float[Array, "*B d"]) -> Int[Array, "*B"]:
@@ -123,7 +106,7 @@ class Spectrum(nnx.Module):
     def rebuild(self, latent: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T e"]:
         """Keys or values out of their components: those of a device's own heads."""
         back, mean = self.back(basis)
-        x = _product(latent, back)
+        x = exact_product(latent, back)
         return x if mean is None else x + mean[None, None]
 
 

@@ -18,11 +18,18 @@ def first_loop(tokens: list[int]) -> int | None:
 
 
 def noticed(tokens: list[int]) -> int | None:
+    """Whatever the parts are that they come in."""
+    found = {_noticed(tokens, part) for part in (1, 7, 16, len(tokens))}
+    (count,) = found
+    return count
+
+
+def _noticed(tokens: list[int], part: int) -> int | None:
     watch = LoopWatch()
-    for count, token in enumerate(tokens, 1):
-        watch, looping = watch.push(token)
-        if looping:
-            return count
+    for start in range(0, len(tokens), part):
+        watch, looping = watch.push(tokens[start : start + part])
+        if looping is not None:
+            return start + looping + 1
     return None
 
 
@@ -60,8 +67,9 @@ def test_random_streams(seed):
 
 def test_a_watch_does_not_change():
     watch = LoopWatch()
-    for _ in range(COVERED - 1):
-        watch, _ = watch.push(5)
-    assert watch.push(5)[1]
-    assert not watch.push(6)[1]
-    assert watch.push(5)[1]
+    watch, looping = watch.push([5] * (COVERED - 1))
+    assert looping is None
+    assert watch.push([5])[1] == 0
+    assert watch.push([6])[1] is None
+    assert watch.push([])[1] is None
+    assert watch.push([5])[1] == 0

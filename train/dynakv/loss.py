@@ -148,8 +148,8 @@ def _nats_and_slope(hidden, head, target, counts) -> tuple[Float[Array, ""], Flo
     chosen = jnp.arange(len(head), dtype=target.dtype)[None, None] == target[..., None]
     own = jnp.where(chosen, scores, 0.0).sum(-1)
     slope = jnp.exp(scores - total[..., None]) - chosen.astype(scores.dtype)
-    slope = jnp.where(counts[..., None], slope, 0.0).astype(hidden.dtype)
-    return jnp.where(counts, total - own, 0.0).sum(), slope
+    slope = slope * counts[..., None].astype(scores.dtype)
+    return jnp.where(counts, total - own, 0.0).sum(), slope.astype(hidden.dtype)
 
 
 def _nats_forward(hidden, head, target, counts):
