@@ -131,6 +131,7 @@ def peak(recipe) -> int:
         policy=policies(recipe, config)[0],
         window=None,
         settles=True,
+        selects=True,
     )
     state = DecodeState(cache, zero, zero, flag)
     decode = decode_chunk.lower(
