@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import plan
-from kvjax.cache.plan import Plan, bucket
+from kvjax.cache import Geometry, plan
+from kvjax.cache.plan import Plan
 from kvjax.compare.phases import Phases
 from kvjax.compare.result import Comparison
 from kvjax.compare.scores import Scores
@@ -18,7 +18,7 @@ from kvjax.decoding.chunk import DecodeState
 from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.forced import force_chunk, force_together, held
 from kvjax.decoding.kernel import check_kernel, kernel_in_errors
-from kvjax.decoding.loop import NARROWEST
+from kvjax.decoding.loop import width_of
 from kvjax.decoding.maintain import maintain
 from kvjax.decoding.prompts import prefill_prompts, seed_bits
 from kvjax.decoding.requests import check_model
@@ -101,7 +101,8 @@ def compare(
     scores.add(logits[None], held(cache))
     compressing = Phases(lm, ids, prompt_tokens, recipe)
     how = {"per_layer": per_layer, "by_tick": by_tick, "kernel": kernel}
-    _feed(lm, cache, scores, compressing, recipe, seed, should_stop, **how)
+    shape = planned.geometry
+    _feed(lm, cache, shape, scores, compressing, recipe, seed, should_stop, **how)
     return scores.result(recipe)
 
 
@@ -128,6 +129,7 @@ def _go_on(should_stop: Callable[[], bool]) -> None:
 def _feed(
     lm,
     cache,
+    geometry: Geometry,
     scores,
     compressing,
     recipe,
@@ -168,7 +170,7 @@ def _feed(
                 lm.model,
                 state,
                 jnp.asarray(tokens.T),
-                width=bucket(max(prompt + done + steps, NARROWEST)),
+                width=width_of(prompt + done + steps, geometry),
                 recipe=recipe,
                 with_layers=per_layer,
                 kernel=kernel,

@@ -151,7 +151,7 @@ class Batch:
             if self._options.samples > 1:
                 lent = lent_pages(self.lm, self._options, len(request.ids))
                 if any(lent):  # there is one class a layer then
-                    pages = pages - self._planned.geometry.num_kv_heads * np.array(lent)
+                    pages = pages - self.geometry.num_kv_heads * np.array(lent)
                 prompt = self.prompts.get(request.row) or Prompt(self._pages(request, 0))
                 needed = pages if request.row in self.prompts else pages + prompt.pages
             # Who has the pools alone begins in any case: nothing else will come free.
@@ -162,7 +162,7 @@ class Batch:
             if self._options.samples > 1:
                 self.prompts[request.row] = prompt
             own = Row(self.lm, request, self._options)
-            log = BytesLog(self._planned.geometry)
+            log = BytesLog(self.geometry)
             self.flights[row] = new = Flight(own, log, Lap(self._clock), pages, lent)
             self._unread.append(new)
             rows.append(row)
@@ -173,7 +173,7 @@ class Batch:
 
     def _free_pages(self) -> np.ndarray:
         """Pages of every class that nobody can come to own."""
-        pools = pool_pages(self._planned.geometry)
+        pools = pool_pages(self.geometry)
         owners = [*filter(None, self.flights), *self.prompts.values()]
         return pools - sum(owner.pages for owner in owners)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import Geometry
 from kvjax.cache.plan import Plan, padded_prompt
 from kvjax.decoding.batch import Batch, Flight
 from kvjax.decoding.chunk import ChunkOutput, DecodeState, decode_chunk, idle_state
@@ -205,8 +206,7 @@ def _chunk(
     recipe, stepping = options.recipe, batch.stepping()
     steps = options.chunk if recipe.keeps_all else recipe.tick
     longest = max(_reach(flight, steps) for flight in stepping)
-    # What no table has cuts nothing off, and each width is another program to compile.
-    shape = {"steps": steps, "width": min(_width(longest), batch.geometry.widest)}
+    shape = {"steps": steps, "width": width_of(longest, batch.geometry)}
     halted = batch.halted()
     begun = 0 if recipe.keeps_all else stepping[0].steps % recipe.tick
     if begun:  # the only row, which goes on from a conversation
@@ -278,6 +278,9 @@ def _reach(flight: Flight, steps: int) -> int:
     return max(flight.length, padded_prompt(len(flight.row.request.ids))) + steps
 
 
-def _width(tokens: int) -> int:
-    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks."""
-    return max(NARROWEST, 1 << (tokens - 1).bit_length())
+def width_of(tokens: int, geometry: Geometry) -> int:
+    """Slots that hold ``tokens``, rounded up so that a long run compiles few chunks.
+
+    Not beyond what a table has: that would cut nothing off and be another program.
+    """
+    return min(max(NARROWEST, 1 << (tokens - 1).bit_length()), geometry.widest)

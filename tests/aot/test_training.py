@@ -12,6 +12,7 @@ from flax import nnx
 
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import blank
+from kvjax.eval.bench_scale import SMOLLM2
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.train.dynakv import loss, state
@@ -20,21 +21,7 @@ from tests.aot import hlo
 
 pytestmark = pytest.mark.aot
 
-# SmolLM2-135M, but for its depth.
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
+SHAPE = {**SMOLLM2, "num_hidden_layers": 2}
 SETTINGS = TrainSettings(seq_len=512, batch_size=4, grad_accum=1, remat=False)
 
 
