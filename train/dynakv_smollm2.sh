@@ -22,6 +22,7 @@ shift
 ARMS=${*:-dynakv-0.2 fixed-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-tau0.5 dynakv-0.3 fixed-0.3
     pca-0.3 palu-0.3 layer-0.3 matryoshka dynakv-0.1 dynakv-0.5 pca-0.5 pca-0.1 palu-0.5 palu-0.1
     dynakv-0.2-long dynakv-0.3-long}
+HARDEN=${HARDEN:-0.5} # of an arm with "-hard" in its name
 WIDTH=${WIDTH:-192} # components of a token's keys
 CORPUS=$OUT/corpus.npy
 mkdir -p "$OUT"
@@ -63,7 +64,8 @@ arm() { # NAME: trains it, or goes on with it
     case $kind in
     dynakv)
         shared+=(--target-rate "$rate")
-        [ "$1" = "${1%-tau*}" ] || shared+=(--tau "${1##*-tau}")
+        [[ $1 =~ -tau([0-9.]+) ]] && shared+=(--tau "${BASH_REMATCH[1]}")
+        [[ $1 = *-hard* ]] && shared+=(--harden "$HARDEN")
         ;;
     layer) shared+=(--gate layer --target-rate "$rate") ;;
     fixed | pca) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank") ;;
@@ -102,19 +104,12 @@ done
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
 END=$BUDGET
 if [ -n "$READ" ] && [ "$(left)" -gt 60 ]; then
-    found=()
-    for kind in dynakv-long dynakv-tau dynakv layer fixed matryoshka pca palu; do
-        folders=
-        for name in $ARMS; do
-            case $name in
-            *-long) of=dynakv-long ;;
-            *-tau*) of=dynakv-tau ;;
-            *) of=${name%%-*} ;;
-            esac
-            [ "$of" != "$kind" ] || ! finished "$name" || folders+=,$OUT/$name
-        done
-        [ -z "$folders" ] || found+=("$kind=${folders#,}")
+    declare -A folders # of each kind of arm: its name without the rate
+    for name in $ARMS; do
+        finished "$name" && folders[$(sed -E 's/-[0-9.]+//' <<<"$name")]+=,$OUT/$name
     done
+    found=()
+    for kind in "${!folders[@]}"; do found+=("$kind=${folders[$kind]#,}"); done
     run perplexity "$PYTHON" -m kvjax.eval.bench_dynakv --text $READ --arm "${found[@]}" \
         --tokens "$READ_TOKENS" --window "$WINDOW" --plot "$OUT/dynakv.png" \
         --out "$OUT/dynakv.json" ${MODEL:+--model "$MODEL"} ${COMMIT:+--commit "$COMMIT"} || failed=1

@@ -51,6 +51,12 @@ class TrainDynaKVConfig:
         exclusive=True,
         maximum=1,
     )
+    harden: float = option(
+        _TRAIN.harden,
+        "share of the run after which the hard mask is read, with the soft one's gradients (ours)",
+        minimum=0,
+        maximum=1,
+    )
     steps: int = option(_TRAIN.steps, "updates; 0 keeps what training would start from", minimum=0)
     seq_len: int = option(_TRAIN.seq_len, "tokens of a row", minimum=2)
     batch_size: int = option(

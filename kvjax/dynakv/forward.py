@@ -136,6 +136,7 @@ def compressed_states(
     tokens: Int[Array, "B T"],
     *,
     mode: Mode,
+    sharp: Float[Array, ""] | None = None,
     remat: bool = False,
     first_position: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B T E"], Rates]:
@@ -147,12 +148,15 @@ def compressed_states(
         bases: ``spectra.bases()``.
         tokens: rows, right-padded: a row's padding is in no token's past.
         mode: which mask is used.
+        sharp: with the soft mask, 1 where the hard one is to take its place and leave it the
+            gradients, else 0.
         remat: see `read`.
         first_position: see `read`.
     """
 
     def attend(index, module, angles, own, q, k, v, sinks):
-        return _attend(model.config, spectra, mode, index, module, angles, own, q, k, v, sinks)
+        store = functools.partial(through, mode=mode, sharp=sharp)
+        return _attend(model.config, spectra, store, index, module, angles, own, q, k, v, sinks)
 
     hidden, rates = read(
         model,
@@ -180,7 +184,7 @@ def _with_rank(layer: LayerSpectra) -> LayerSpectra:
 def _attend(
     config: ModelConfig,
     spectra: Spectra,
-    mode: Mode,
+    store: Callable[..., tuple[Array, Array, Array]],
     index: int,
     module: Attention,
     angles: tuple[Array, Array],
@@ -197,8 +201,8 @@ def _attend(
     def as_keys(k):
         return rotate(module.norm_keys(k) if raw else k, *angles).astype(q.dtype)
 
-    rebuilt_k, *key_rates = through(layer.keys, key_basis, k, mode)
-    rebuilt_v, *value_rates = through(layer.values, value_basis, v, mode)
+    rebuilt_k, *key_rates = store(layer.keys, key_basis, k)
+    rebuilt_v, *value_rates = store(layer.values, value_basis, v)
     rebuilt_k, rebuilt_v = as_keys(rebuilt_k), rebuilt_v.astype(v.dtype)
     if spectra.settings.masks_own:
         out = plain_attention(config, index, q, rebuilt_k, rebuilt_v, sinks)
@@ -212,11 +216,22 @@ def _attend(
 
 
 def through(
-    spectrum: Spectrum, basis: Basis, x: Float[Array, "B T Hkv D"], mode: Mode
+    spectrum: Spectrum,
+    basis: Basis,
+    x: Float[Array, "B T Hkv D"],
+    mode: Mode,
+    sharp: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Keys or values stored and rebuilt, in float32, with each token's soft and hard rate."""
-    latent = spectrum.latent(x.reshape(*x.shape[:2], -1), basis)
-    mask = spectrum.mask(latent)
+    exact = x.dtype == jnp.float32
+    latent = spectrum.latent(x.reshape(*x.shape[:2], -1), basis, exact)
+    mask = spectrum.mask(latent, exact)
     hard = spectrum.ranks(mask).astype(jnp.float32) / latent.shape[-1]
-    kept = latent * mask if mode == "soft" else spectrum.stored(latent, mask)
-    return spectrum.rebuild(kept, basis).reshape(x.shape), mask.mean(-1), hard
+    if mode == "hard":
+        kept = spectrum.stored(latent, mask)
+    else:
+        used = mask
+        if sharp is not None:
+            used += sharp * jax.lax.stop_gradient(spectrum.stored(jnp.ones_like(mask), mask) - mask)
+        kept = latent * used
+    return spectrum.rebuild(kept, basis, exact).reshape(x.shape), mask.mean(-1), hard

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.dynakv.product import exact_product
+from kvjax.dynakv.product import product
 
 
-def soft_mask(logits: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
+def soft_mask(logits: Float[Array, "*B d"], exact: bool = True) -> Float[Array, "*B d"]:
     """The share of the gate's probability that cuts at or behind each component.
 
     With q = softmax(logits) over the last component that is kept, component j gets the sum of q
@@ -16,7 +16,7 @@ def soft_mask(logits: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
     """
     # A product: GPUs have no kernel for a running sum from the end, and take three passes for it.
     from_there = jnp.tri(logits.shape[-1], dtype=logits.dtype)
-    behind = exact_product(jax.nn.softmax(logits), from_there)
+    behind = product(jax.nn.softmax(logits), from_there, exact)
     return jnp.concatenate([jnp.ones_like(behind[..., :1]), behind[..., 1:]], axis=-1)
 
 

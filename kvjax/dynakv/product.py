@@ -1,27 +1,49 @@
-"""Products of float32 that are float32's on GPUs too."""
+"""Products of float32 that are as exact as what is multiplied, on GPUs too."""
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+_PARTS = 64
+"""Into so many parts a sum over tokens is cut: its result, a matrix, is too small for a GPU."""
 
-@jax.custom_vjp
-def exact_product(x: Float[Array, "*B d"], matrix: Float[Array, "d e"]) -> Float[Array, "*B e"]:
-    """``x`` times ``matrix``: TF32 would already break U times its inverse.
 
-    Its gradients make do with what GPUs take for float32 by default.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(
+    x: Float[Array, "*B d"], matrix: Float[Array, "d e"], exact: bool = True
+) -> Float[Array, "*B e"]:
+    """``x`` times ``matrix``.
+
+    Args:
+        x: of many tokens.
+        matrix: for all of them.
+        exact: in float32 proper, for TF32 would already break U times its inverse. Otherwise, and
+            for gradients, with what GPUs take for float32 by default: enough for a model in
+            bfloat16, whose keys and values are rounded to an eighth of that anyway.
     """
-    return jnp.matmul(x, matrix, precision=jax.lax.Precision.HIGHEST)
+    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+    return jnp.matmul(x, matrix, precision=precision)
 
 
-def _forward(x, matrix):
-    return exact_product(x, matrix), (x, matrix)
+def _forward(x, matrix, exact):
+    return product(x, matrix, exact), (x, matrix)
 
 
-def _backward(kept, gradient):
+def _backward(exact, kept, gradient):
+    del exact
     x, matrix = kept
-    by_matrix = x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
-    return jnp.matmul(gradient, matrix.T), by_matrix
+    return jnp.matmul(gradient, matrix.T), _over_tokens(x, gradient)
 
 
-exact_product.defvjp(_forward, _backward)
+def _over_tokens(x: Float[Array, "*B d"], y: Float[Array, "*B e"]) -> Float[Array, "d e"]:
+    """The sum over tokens of the outer products of x and y."""
+    parts = math.gcd(math.prod(x.shape[:-1]), _PARTS)
+    x, y = (one.reshape(parts, -1, one.shape[-1]) for one in (x, y))
+    each = jnp.einsum("pnd,pne->pde", x, y)
+    return jax.lax.optimization_barrier(each).sum(0)  # or the parts are one product again
+
+
+product.defvjp(_forward, _backward)

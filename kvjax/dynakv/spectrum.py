@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.dynakv.mask import prefix, rank_of, soft_mask
-from kvjax.dynakv.product import exact_product
+from kvjax.dynakv.product import product
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.models.config import ModelConfig
 from kvjax.sharding.across import own
@@ -66,25 +66,27 @@ class Spectrum(nnx.Module):
         (found,) = _bases([self])
         return found
 
-    def latent(self, x: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T d"]:
-        """The components of keys or values."""
+    def latent(
+        self, x: Float[Array, "B T d"], basis: Basis, exact: bool = True
+    ) -> Float[Array, "B T d"]:
+        """The components of keys or values; ``exact``, here and below: see `product`."""
         x = x.astype(jnp.float32)
         x = x if self.mean is None else x - self.mean[...][None, None]
-        return exact_product(x, basis[0])
+        return product(x, basis[0], exact)
 
-    def mask(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+    def mask(self, latent: Float[Array, "B T d"], exact: bool = True) -> Float[Array, "B T d"]:
         """The soft mask of each token; of a fixed rank, ones and zeros."""
         if self.b is None:
             rank = jnp.full(latent.shape[:2], self.rank, jnp.int32)
             return prefix(rank, latent.shape[-1]).astype(jnp.float32)
-        return soft_mask(self.logits(latent))
+        return soft_mask(self.logits(latent, exact), exact)
 
-    def logits(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+    def logits(self, latent: Float[Array, "B T d"], exact: bool = True) -> Float[Array, "B T d"]:
         """What the gate makes of each token's components."""
         logits = jnp.broadcast_to(self.b[...][None, None], latent.shape)
         if self.w is not None:
             seen = latent if self.settings.basis_learns_from_gate else jax.lax.stop_gradient(latent)
-            logits = logits + exact_product(seen, self.w[...])
+            logits = logits + product(seen, self.w[...], exact)
         return logits
 
     def ranks(self, mask: Float[Array, "*B d"]) -> Int[Array, "*B"]:
@@ -103,10 +105,12 @@ class Spectrum(nnx.Module):
         """What rebuilds, and the mean: of a device's own heads, where several share them."""
         return own(basis[1], 1), None if self.mean is None else own(self.mean[...])
 
-    def rebuild(self, latent: Float[Array, "B T d"], basis: Basis) -> Float[Array, "B T e"]:
+    def rebuild(
+        self, latent: Float[Array, "B T d"], basis: Basis, exact: bool = True
+    ) -> Float[Array, "B T e"]:
         """Keys or values out of their components: those of a device's own heads."""
         back, mean = self.back(basis)
-        x = exact_product(latent, back)
+        x = product(latent, back, exact)
         return x if mean is None else x + mean[None, None]
 
 

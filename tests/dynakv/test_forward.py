@@ -178,3 +178,37 @@ def test_gradients_reach_a_basis_through_its_inverse_and_its_gate(learns):
     slope = (loss(u + step * direction) - loss(u - step * direction)) / (2 * step)
     gradient = float((jax.grad(loss)(u) * direction).sum())
     assert (abs(gradient - float(slope)) < 0.01 * abs(float(slope))) == learns
+
+
+def read_by(own, x, mode, sharp=None):
+    """What comes back of x, weighed, by the gate's bias and the basis; and its gradients."""
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape), jnp.float32)
+    graph, state = nnx.split(own)
+
+    @jax.jit
+    def loss(state, x):
+        own = nnx.merge(graph, state)
+        how = {"mode": mode} | ({} if sharp is None else {"sharp": jnp.float32(sharp)})
+        return (through(own, own.basis(), x, **how)[0] * weights).sum()
+
+    value, (by_own, by_x) = jax.value_and_grad(loss, (0, 1))(state, x)
+    return float(value), by_own["b"][...], by_x
+
+
+@pytest.mark.parametrize("stored", ["plain", "masked"])
+def test_a_hardened_mask_stores_as_a_cache_and_learns_as_the_soft_one(stored):
+    changes = {"tilt": 2.0, "stored": stored, "basis_learns_from_gate": False}
+    own = perturbed(fitted(tiny(), **changes), 0.05).layers[0].keys
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 2, 8)), jnp.float32)
+    soft, soft_bias, soft_x = read_by(own, x, "soft")
+    hard, hard_bias, hard_x = read_by(own, x, "hard")
+    assert abs(soft - hard) > 1e-3
+    for sharp, value, slope in ((0, soft, soft_x), (1, hard, hard_x)):
+        found, bias, by_x = read_by(own, x, "soft", sharp)
+        np.testing.assert_allclose(found, value, rtol=1e-5)
+        # What is lost is linear in the mask here, so the gate's gradient does not change at all.
+        np.testing.assert_allclose(bias, soft_bias, rtol=1e-4, atol=1e-5)
+        if stored == "plain":
+            np.testing.assert_allclose(by_x, slope, rtol=1e-4, atol=1e-5)
+    if stored == "plain":
+        assert not np.asarray(hard_bias).any()

@@ -124,8 +124,8 @@ def test_another_run_is_not_resumed(whole):
 def test_a_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     update, calls = state_module.Trainer.update, []
 
-    def breaking(self, state, ids, valid):
-        state, found = update(self, state, ids, valid)
+    def breaking(self, state, *batch):
+        state, found = update(self, state, *batch)
         calls.append(1)
         return state, found | ({"loss": np.float32("nan")} if len(calls) == 5 else {})
 
@@ -214,3 +214,16 @@ def test_what_is_measured_is_the_hard_mask_on_held_out_rows(whole):
     }
     for name, part in expected.items():
         np.testing.assert_allclose(adapter.measured[name], part.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("harden", "expected"), [(0.5, [0, 0, 0, 1, 1, 1]), (1.0, [0] * 6)])
+def test_the_mask_hardens_when_the_share_of_steps_is_over(tmp_path, monkeypatch, harden, expected):
+    update, found = state_module.Trainer.update, []
+
+    def watched(self, state, tokens, valid, sharp):
+        found.append(int(sharp))
+        return update(self, state, tokens, valid, sharp)
+
+    monkeypatch.setattr(state_module.Trainer, "update", watched)
+    events(tmp_path, dataclasses.replace(SETTINGS, harden=harden))
+    assert found == expected

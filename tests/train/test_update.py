@@ -17,6 +17,7 @@ from tests.dynakv.tiny import fitted, perturbed, run, tiny, tokens
 from tests.train.small import LOOSE, SETTINGS
 
 LENGTH = SETTINGS.seq_len
+MODES = ("soft", "hard")
 SPREAD = {"accum": 2, "devices": 2, "remat": True}
 
 
@@ -183,3 +184,18 @@ def test_learning_rates_rise_and_fall_to_zero():
     assert rates[:5] == sorted(rates[:5]) and rates[4:] == sorted(rates[4:], reverse=True)
     assert float(schedule(1.0, dataclasses.replace(settings, warmup=0))(0)) == 1.0
     assert float(schedule(1.0, dataclasses.replace(settings, steps=2))(0)) > 0
+
+
+def test_a_hard_update_reads_what_a_cache_would_store():
+    ids, valid = rows(4)
+    control = AlphaControl(3.0, None, 1).start()
+    parts = (tiny().model, spectra(), SETTINGS, control, jax.devices()[:1])
+    found = {}
+    for sharp in (False, True):
+        trainer, state = Trainer.start(*parts)
+        modes = {mode: trainer.sums(state, ids, valid, mode).cross_entropy() for mode in MODES}
+        _, update = trainer.update(state, ids[None], valid[None], sharp)
+        found[sharp] = float(update["sums"].cross_entropy())
+    assert abs(modes["soft"] - modes["hard"]) > 1e-4
+    np.testing.assert_allclose(found[False], modes["soft"], rtol=1e-5)
+    np.testing.assert_allclose(found[True], modes["hard"], rtol=1e-5)

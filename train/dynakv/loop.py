@@ -233,7 +233,8 @@ class _Loop:
     ) -> tuple[TrainState, dict[str, float]]:
         batch, began = batch_of(rows, step, self._settings), time.perf_counter()
         alpha = float(state.control[1])
-        state, found = self._trainer.update(state, batch.tokens, batch.valid)
+        sharp = step >= self._settings.harden * self._settings.steps
+        state, found = self._trainer.update(state, batch.tokens, batch.valid, sharp)
         found = jax.device_get(found)
         sums = found["sums"]
         values = {

@@ -69,10 +69,11 @@ def compressed_sums(
     *,
     mode: Mode,
     remat: bool,
+    sharp: Float[Array, ""] | None = None,
 ) -> Sums:
     """The sums of some rows under compression; ``valid`` is false where a row is padded."""
-    model = trained.model
-    hidden, rates = compressed_states(model, trained.spectra, bases, tokens, mode=mode, remat=remat)
+    model, how = trained.model, {"mode": mode, "sharp": sharp, "remat": remat}
+    hidden, rates = compressed_states(model, trained.spectra, bases, tokens, **how)
     return _sums(*cross_entropy(model, hidden, tokens, valid), rates, valid)
 
 
@@ -87,6 +88,7 @@ def accumulated(
     trained: Trained,
     tokens: Int[Array, "A B T"],
     valid: Bool[Array, "A B T"],
+    sharp: Float[Array, ""] | None = None,
     *,
     remat: bool,
 ) -> Sums:
@@ -98,7 +100,8 @@ def accumulated(
     bases = trained.spectra.bases()
 
     def sums(tokens, valid):
-        return compressed_sums(trained, bases, tokens, valid, mode="soft", remat=remat)
+        how = {"mode": "soft", "sharp": sharp, "remat": remat}
+        return compressed_sums(trained, bases, tokens, valid, **how)
 
     if len(tokens) == 1:
         return sums(tokens[0], valid[0])
@@ -146,7 +149,7 @@ def _nats_and_slope(hidden, head, target, counts) -> tuple[Float[Array, ""], Flo
     scores = logits_of(hidden, head, len(head))
     total = jax.nn.logsumexp(scores, axis=-1)
     chosen = jnp.arange(len(head), dtype=target.dtype)[None, None] == target[..., None]
-    own = jnp.where(chosen, scores, 0.0).sum(-1)
+    own = jnp.take_along_axis(scores, target[..., None], -1)[..., 0]
     slope = jnp.exp(scores - total[..., None]) - chosen.astype(scores.dtype)
     slope = slope * counts[..., None].astype(scores.dtype)
     return jnp.where(counts, total - own, 0.0).sum(), slope.astype(hidden.dtype)

@@ -21,6 +21,8 @@ class TrainSettings:
         grad_accum: such batches for each update.
         alpha: weight of the squared rate in the loss; None where a target rate is given.
         target_rate: the hard rate that the weight is steered to, None where it is given (ours).
+        harden: share of the run after which tokens are read by the hard mask, as a cache stores
+            them, with the soft mask's gradients (ours); 1 never does.
         trains: "spectral" trains bases and gates, "gate" the gates alone, "all" the model as well.
         lr_u: peak learning rate of bases.
         lr_gate: peak learning rate of the gates' weights W.
@@ -48,6 +50,7 @@ class TrainSettings:
     grad_accum: int = 8
     alpha: float | None = DEFAULT_ALPHA
     target_rate: float | None = None
+    harden: float = 1.0
     trains: Literal["spectral", "gate", "all"] = "spectral"
     lr_u: float = 3e-4
     lr_gate: float = 1e-3
@@ -83,6 +86,8 @@ class TrainSettings:
             raise UsageError(f"alpha must be at least 0 and finite, got {alpha!r}")
         if target is not None and not 0 < target < 1:
             raise UsageError(f"target_rate must be between 0 and 1, got {target!r}")
+        if type(self.harden) not in (int, float) or not 0 <= self.harden <= 1:
+            raise UsageError(f"harden must be from 0 to 1, got {self.harden!r}")
         if self.share_ranks not in ("even", "fisher"):
             raise UsageError(f"share_ranks must be even or fisher, got {self.share_ranks!r}")
         if self.trains not in ("spectral", "gate", "all"):

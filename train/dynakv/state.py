@@ -74,9 +74,9 @@ class Trainer:
         return cls(settings, graph, jax.device_put(kept, everywhere), mesh), state
 
     def update(
-        self, state: TrainState, tokens: np.ndarray, valid: np.ndarray
+        self, state: TrainState, tokens: np.ndarray, valid: np.ndarray, sharp: bool = False
     ) -> tuple[TrainState, dict[str, Array]]:
-        """One update by ``tokens`` [A, B, T]; the state is donated.
+        """One update by ``tokens`` [A, B, T], by the hard mask if ``sharp``; the state is donated.
 
         Returns:
             The new state, and the update's sums, loss and gradient norm.
@@ -90,6 +90,7 @@ class Trainer:
             jax.device_put(tokens, rows),
             jax.device_put(valid, rows),
             np.float32(state.control[1]),
+            np.float32(sharp),
             settings=self.settings,
         )
         return TrainState(parameters, moments, state.control), found
@@ -131,12 +132,13 @@ def _update(
     tokens: Int[Array, "A B T"],
     valid: Bool[Array, "A B T"],
     alpha: Float[Array, ""],
+    sharp: Float[Array, ""],
     *,
     settings: TrainSettings,
 ) -> tuple[Any, Any, dict[str, Any]]:
     def loss(parameters):
         trained = nnx.merge(graph, parameters, kept)
-        sums = accumulated(trained, tokens, valid, remat=settings.remat)
+        sums = accumulated(trained, tokens, valid, sharp, remat=settings.remat)
         return sums.loss(alpha), sums
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(parameters)
