@@ -127,7 +127,7 @@ def timed(
         fill: makes the state to begin with, as `filled` does.
         profile: also see which kernels take the time.
     """
-    tick = 16
+    tick = recipe.tick
     ticks = _period(recipe) // tick
     steps = tick * ticks * (repeats + warm + profile)
     # Whole periods of decoding, so that maintenance falls where it would.
@@ -212,6 +212,7 @@ def measure(
     bandwidth: float,
     kernel: Implementation | None = None,
     profile: bool = False,
+    tick: int | None = None,
 ) -> dict:
     """Raw milliseconds a step for each of ``repeats`` periods, and the roofline beside them.
 
@@ -232,6 +233,8 @@ def measure(
         read = rows * each * config.head_dim * (budget + EVERY / 2)
     else:
         recipe = method_of(name, budget)
+        if tick is not None and not recipe.keeps_all:
+            recipe = dataclasses.replace(recipe, tick=tick)
         budget = recipe.budget
         if largest:
             rows = largest_batch(config, recipe, parameters, context)
@@ -248,6 +251,7 @@ def measure(
     return {
         "method": name,
         "kernel": kernel,
+        "tick": None if name == GATHERED else recipe.tick,
         "budget": budget,
         "batch": rows,
         "largest": largest,
@@ -309,7 +313,7 @@ def _period(recipe: Recipe) -> int:
     """Steps after which the maintenance of a recipe is where it was."""
     if recipe.retention is not None:
         return recipe.segmenter.every
-    return recipe.every if recipe.selector is not None else 16
+    return recipe.every if recipe.selector is not None else recipe.tick
 
 
 def _bytes_read(cache: KVCache) -> float:
@@ -338,6 +342,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["full"])
     parser.add_argument("--budget", type=int, default=1024, help="of what evicts")
+    parser.add_argument("--tick", type=int, help="steps between two upkeeps, instead of 16")
     parser.add_argument("--kernel", choices=get_args(Implementation), help="of attention")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="also say which kernels take long")
@@ -358,7 +363,7 @@ def main() -> None:
     print("method       batch  ms/step  upkeep  tokens/s  floor ms", end="  ")
     print("of roofline  cache GiB  first period s")
     size = {"context": args.context, "repeats": args.repeats, "bandwidth": bandwidth}
-    size |= {"kernel": args.kernel, "profile": args.profile}
+    size |= {"kernel": args.kernel, "profile": args.profile, "tick": args.tick}
     for name in args.methods:
         fits = True  # where one batch does not, a larger one does not either
         for rows in args.batch:

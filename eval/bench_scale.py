@@ -15,41 +15,20 @@ import argparse
 import dataclasses
 import pathlib
 import statistics
-import time
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from kvjax.dynakv.settings import SpectralSettings
-from kvjax.dynakv.spectrum import blank
 from kvjax.eval.bench_decode import LARGEST, LLAMA_8B, largest_batch, method_of, timed
+from kvjax.eval.bench_training import SMOLLM2, line, training
 from kvjax.eval.random_model import random_model
 from kvjax.eval.record import run_record, write_json
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Decoder
 from kvjax.sharding import device_bytes, device_mesh
 from kvjax.sharding.across import AXIS
-from kvjax.train.dynakv.settings import TrainSettings
-from kvjax.train.dynakv.state import Trainer
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
 MOST = 512
 """Rows that the largest batch has at most: beyond, a step takes long and tells little."""
 _WARM = 2
@@ -104,35 +83,6 @@ def decoding(
             }
 
 
-def training(
-    config: ModelConfig, devices: list[jax.Device], *, rows: int, seq_len: int, repeats: int
-) -> dict:
-    """Tokens a second of DynaKV updates with so many rows on each device."""
-    settings = TrainSettings(seq_len=seq_len, batch_size=rows * len(devices), grad_accum=1)
-    with jax.default_device(devices[0]):
-        model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-        spectra = blank(config, SpectralSettings())
-        control = np.array([0, 1], np.float32)
-        trainer, state = Trainer.start(model, spectra, settings, control, devices)
-    shape = (1, settings.batch_size, seq_len)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
-    raw = []
-    for _ in range(repeats + _WARM):
-        began = time.perf_counter()
-        state, found = trainer.update(state, tokens, np.ones(shape, bool))
-        jax.block_until_ready((state, found))
-        raw.append(time.perf_counter() - began)
-    first, raw = raw[0], raw[_WARM:]
-    return {
-        "devices": len(devices),
-        "rows_a_device": rows,
-        "seq_len": seq_len,
-        "tokens_per_s": tokens.size / statistics.median(raw),
-        "first_step_s": first,
-        "raw_s": raw,
-    }
-
-
 def results(args: argparse.Namespace) -> Iterator[dict]:
     """What the command line asks for, one after the other."""
     count = 1 if args.part == "one" else args.devices
@@ -156,10 +106,7 @@ def _depth(args: argparse.Namespace) -> dict[str, int]:
 def _line(result: dict) -> str:
     """A result in a line."""
     if "rows_a_device" in result:
-        return (
-            f"train     {result['devices']} devices  {result['rows_a_device']} rows each  "
-            f"{result['tokens_per_s']:10.0f} tokens/s  first {result['first_step_s']:.1f} s"
-        )
+        return line(result)
     what = f"{result['method']:8} tp {result['tp']} dp {result['dp']}  batch {result['batch']:4d}"
     if "failed" in result:
         return f"{what}  {result['failed']}"

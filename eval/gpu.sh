@@ -8,7 +8,7 @@ set -uo pipefail
 PYTHON=${PYTHON:-python3}
 OUT=$1
 shift
-PARTS=${*:-launches tests sanitizer kernels decode latents thinkv tam scale}
+PARTS=${*:-launches tests sanitizer kernels decode latents thinkv tam training scale}
 mkdir -p "$OUT"
 failed=0
 
@@ -54,6 +54,11 @@ for part in $PARTS; do
         ;;
     latents) bench latents 300 bench_latents --codecs bf16 int4 --out "$OUT/latents.json" ;;
     thinkv) bench thinkv 600 bench_thinkv --out "$OUT/thinkv_overhead.json" overhead --segments 2 ;;
+    training) # as train/dynakv_smollm2.sh has it compiled
+        XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false \
+            --xla_gpu_enable_dynamic_slice_fusion=false" \
+            bench training 300 bench_training --profile --out "$OUT/training.json"
+        ;;
     tam) bench tam 600 bench_tam --out "$OUT/tam_time.json" time ;;
     scale) # two GPUs, of which first each times one method by itself
         export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}
@@ -70,7 +75,7 @@ for part in $PARTS; do
         bench scale 300 bench_scale --out "$OUT/scale_train.json" train
         ;;
     *)
-        echo "no part $part: launches tests sanitizer kernels decode latents thinkv tam scale" >&2
+        echo "no part $part: launches tests sanitizer kernels decode latents thinkv tam training scale" >&2
         exit 2
         ;;
     esac

@@ -19,15 +19,15 @@ READING=${READING:-200} # seconds of them that are left for what READ names
 OUT=$1
 shift
 # What is compared with each other first, so that an end at any time leaves comparisons.
-ARMS=${*:-dynakv-0.2 fixed-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-tau0.5 dynakv-0.3 fixed-0.3
-    pca-0.3 palu-0.3 layer-0.3 matryoshka dynakv-0.1 dynakv-0.5 pca-0.5 pca-0.1 palu-0.5 palu-0.1
-    dynakv-0.2-long dynakv-0.3-long}
-HARDEN=${HARDEN:-0.5} # of an arm with "-hard" in its name
+ARMS=${*:-dynakv-0.2 fixed-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-long dynakv-0.3 fixed-0.3 pca-0.3
+    palu-0.3 layer-0.3 dynakv-0.3-long matryoshka dynakv-0.2-soft dynakv-0.1 dynakv-0.5 pca-0.5
+    pca-0.1 palu-0.5 palu-0.1}
 WIDTH=${WIDTH:-192} # components of a token's keys
 CORPUS=$OUT/corpus.npy
 mkdir -p "$OUT"
 failed=0
-END=$((BUDGET - (${#READ} ? READING : 0)))
+LEAVE=30 # seconds that a training takes to stop with a checkpoint
+END=$((BUDGET - LEAVE - (${#READ} ? READING : 0)))
 
 left() { echo $((END - SECONDS)); }
 
@@ -36,7 +36,7 @@ finished() { [ -f "$OUT/$1/adapter.json" ] || [ -f "$OUT/$1/matryoshka.json" ]; 
 run() { # NAME COMMAND...: says how it went
     local name=$1 started=$SECONDS code
     shift
-    timeout --foreground -k 30 "$(($(left) > 1 ? $(left) : 1))" "$@" >>"$OUT/$name.log" 2>&1
+    timeout --foreground -k "$LEAVE" "$(($(left) > 1 ? $(left) : 1))" "$@" >>"$OUT/$name.log" 2>&1
     code=$?
     echo "$name: exit code $code after $((SECONDS - started)) s"
     return $code
@@ -60,13 +60,11 @@ arm() { # NAME: trains it, or goes on with it
         return
     fi
     shared+=(--eval-every "$SAVE" --no-remat --lr-u 5e-4 --lr-gate 3e-3 --lr-bias 0.2)
+    # In the end gates are trained as they are used; "-soft" is the paper's training.
+    [[ $kind != dynakv && $kind != layer || $1 = *-soft* ]] || shared+=(--harden 0.5 --tau 0.5)
     rank=$(awk "BEGIN { print int($rate * $WIDTH + 0.5) }")
     case $kind in
-    dynakv)
-        shared+=(--target-rate "$rate")
-        [[ $1 =~ -tau([0-9.]+) ]] && shared+=(--tau "${BASH_REMATCH[1]}")
-        [[ $1 = *-hard* ]] && shared+=(--harden "$HARDEN")
-        ;;
+    dynakv) shared+=(--target-rate "$rate") ;;
     layer) shared+=(--gate layer --target-rate "$rate") ;;
     fixed | pca) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank") ;;
     palu) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank" --share-ranks fisher) ;;
@@ -104,12 +102,15 @@ done
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
 END=$BUDGET
 if [ -n "$READ" ] && [ "$(left)" -gt 60 ]; then
-    declare -A folders # of each kind of arm: its name without the rate
+    declare -A folders=() # of each kind of arm: its name without the rate
+    kinds=() found=()
     for name in $ARMS; do
-        finished "$name" && folders[$(sed -E 's/-[0-9.]+//' <<<"$name")]+=,$OUT/$name
+        finished "$name" || continue
+        kind=$(sed -E 's/-[0-9.]+//' <<<"$name")
+        [ -n "${folders[$kind]:-}" ] || kinds+=("$kind")
+        folders[$kind]+=,$OUT/$name
     done
-    found=()
-    for kind in "${!folders[@]}"; do found+=("$kind=${folders[$kind]#,}"); done
+    for kind in "${kinds[@]}"; do found+=("$kind=${folders[$kind]#,}"); done
     run perplexity "$PYTHON" -m kvjax.eval.bench_dynakv --text $READ --arm "${found[@]}" \
         --tokens "$READ_TOKENS" --window "$WINDOW" --plot "$OUT/dynakv.png" \
         --out "$OUT/dynakv.json" ${MODEL:+--model "$MODEL"} ${COMMIT:+--commit "$COMMIT"} || failed=1

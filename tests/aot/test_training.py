@@ -13,7 +13,7 @@ from flax import nnx
 from kvjax.dynakv import product
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.dynakv.spectrum import blank
-from kvjax.eval.bench_scale import SMOLLM2
+from kvjax.eval.bench_training import SMOLLM2
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.train.dynakv import loss, state

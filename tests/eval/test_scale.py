@@ -36,12 +36,3 @@ def test_decoding(monkeypatch):
     held = [r["cache_bytes_a_device"] for r in found]
     assert held[2] < 0.6 * held[0] and held[4] == held[0]
     assert all(bench_scale._line(r) for r in found)
-
-
-def test_training():
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
-    config = ModelConfig.from_hf(bench_scale.SMOLLM2 | SMALL | heads)
-    for count in (1, 2):
-        found = bench_scale.training(config, jax.devices()[:count], rows=2, seq_len=16, repeats=2)
-        assert found["devices"] == count and len(found["raw_s"]) == 2
-        assert found["tokens_per_s"] > 0 and bench_scale._line(found)
