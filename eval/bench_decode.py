@@ -233,7 +233,7 @@ def measure(
         read = rows * each * config.head_dim * (budget + EVERY / 2)
     else:
         recipe = method_of(name, budget)
-        if tick is not None and not recipe.keeps_all:
+        if tick is not None:
             recipe = dataclasses.replace(recipe, tick=tick)
         budget = recipe.budget
         if largest:
@@ -350,6 +350,8 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where this runs outside a checkout")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the raw figures")
     args = parser.parse_args()
+    if args.tick is not None and {"full", GATHERED} & set(args.methods):
+        parser.error(f"--tick: full and {GATHERED} have no upkeep every so many steps")
     config = ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": args.layers})
     model = random_model(config)
     bandwidth = read_bandwidth()

@@ -98,6 +98,7 @@ def points_of(
     spectra = adapter.spectra
     facts = {"folder": folder.name, "tokens": adapter.training["tokens"]}
     facts |= {name: adapter.training[name] for name in ("alpha", "target_rate")}
+    facts |= {"harden": adapter.training.get("harden", 1.0)}
     facts |= {name: getattr(spectra.settings, name) for name in ("gate", "tau")}
     blocks = rounded(spectra, key_width(lm.config) // BLOCKS)
     yield facts, {"exact": spectral_score(lm, spectra), "blocks": spectral_score(lm, blocks)}

@@ -19,9 +19,9 @@ READING=${READING:-200} # seconds of them that are left for what READ names
 OUT=$1
 shift
 # What is compared with each other first, so that an end at any time leaves comparisons.
-ARMS=${*:-dynakv-0.2 fixed-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-long dynakv-0.3 fixed-0.3 pca-0.3
-    palu-0.3 layer-0.3 dynakv-0.3-long matryoshka dynakv-0.2-soft dynakv-0.1 dynakv-0.5 pca-0.5
-    pca-0.1 palu-0.5 palu-0.1}
+ARMS=${*:-dynakv-0.2 fixed-0.2 fisher-0.2 pca-0.2 palu-0.2 layer-0.2 dynakv-0.2-long dynakv-0.3 fixed-0.3
+    fisher-0.3 pca-0.3 palu-0.3 layer-0.3 dynakv-0.3-long matryoshka dynakv-0.2-soft dynakv-0.2-soft-tau0.5
+    dynakv-0.2-blocks dynakv-0.1 dynakv-0.5 pca-0.5 pca-0.1 palu-0.5 palu-0.1}
 WIDTH=${WIDTH:-192} # components of a token's keys
 CORPUS=$OUT/corpus.npy
 mkdir -p "$OUT"
@@ -62,12 +62,17 @@ arm() { # NAME: trains it, or goes on with it
     shared+=(--eval-every "$SAVE" --no-remat --lr-u 5e-4 --lr-gate 3e-3 --lr-bias 0.2)
     # In the end gates are trained as they are used; "-soft" is the paper's training.
     [[ $kind != dynakv && $kind != layer || $1 = *-soft* ]] || shared+=(--harden 0.5 --tau 0.5)
+    [[ $1 =~ -tau([0-9.]+) ]] && shared+=(--tau "${BASH_REMATCH[1]}")
     rank=$(awk "BEGIN { print int($rate * $WIDTH + 0.5) }")
     case $kind in
-    dynakv) shared+=(--target-rate "$rate") ;;
+    dynakv)
+        shared+=(--target-rate "$rate")
+        [[ $1 = *-blocks* ]] && shared+=(--rank-multiple "$((WIDTH / 8))")
+        ;;
     layer) shared+=(--gate layer --target-rate "$rate") ;;
     fixed | pca) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank") ;;
-    palu) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank" --share-ranks fisher) ;;
+    palu | fisher) shared+=(--gate fixed --key-rank "$rank" --value-rank "$rank" --share-ranks fisher) ;;
+    *) echo "no arm $1" >&2 && return 2 ;;
     esac
     run "$1" "$PYTHON" -m kvjax.train_dynakv "${shared[@]}"
 }
@@ -111,7 +116,7 @@ if [ -n "$READ" ] && [ "$(left)" -gt 60 ]; then
         folders[$kind]+=,$OUT/$name
     done
     for kind in "${kinds[@]}"; do found+=("$kind=${folders[$kind]#,}"); done
-    run perplexity "$PYTHON" -m kvjax.eval.bench_dynakv --text $READ --arm "${found[@]}" \
+    ((${#found[@]})) && run perplexity "$PYTHON" -m kvjax.eval.bench_dynakv --text $READ --arm "${found[@]}" \
         --tokens "$READ_TOKENS" --window "$WINDOW" --plot "$OUT/dynakv.png" \
         --out "$OUT/dynakv.json" ${MODEL:+--model "$MODEL"} ${COMMIT:+--commit "$COMMIT"} || failed=1
     grep -h ": rate\|^full" "$OUT/perplexity.log" | tail -n 200

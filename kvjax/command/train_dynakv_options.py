@@ -142,6 +142,8 @@ class TrainDynaKVConfig:
             raise UsageError("--data and --self-data exclude each other: give one of them")
         if self.gate == "fixed" and self.target_rate is not None:
             raise UsageError("--target-rate has no effect with --gate fixed: drop it")
+        if self.gate == "fixed" and self.harden != 1:
+            raise UsageError("--harden has no effect with --gate fixed: drop it")
         if self.gate == "fixed" and self.trains == "gate":
             raise UsageError("--trains gate has nothing to train with --gate fixed: drop one")
         if self.gate != "fixed" and self.share_ranks == "fisher":

@@ -223,7 +223,7 @@ def through(
     sharp: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Keys or values stored and rebuilt, in float32, with each token's soft and hard rate."""
-    exact = x.dtype == jnp.float32
+    exact = mode == "hard" or x.dtype == jnp.float32
     latent = spectrum.latent(x.reshape(*x.shape[:2], -1), basis, exact)
     mask = spectrum.mask(latent, exact)
     hard = spectrum.ranks(mask).astype(jnp.float32) / latent.shape[-1]
@@ -231,7 +231,7 @@ def through(
         kept = spectrum.stored(latent, mask)
     else:
         used = mask
-        if sharp is not None:
+        if sharp is not None and spectrum.b is not None:
             used += sharp * jax.lax.stop_gradient(spectrum.stored(jnp.ones_like(mask), mask) - mask)
         kept = latent * used
     return spectrum.rebuild(kept, basis, exact).reshape(x.shape), mask.mean(-1), hard

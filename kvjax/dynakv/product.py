@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 _PARTS = 64
-"""Into so many parts a sum over tokens is cut: its result, a matrix, is too small for a GPU."""
+"""Into so many parts a sum over tokens is cut, if there are not more rows: what comes out of it, a
+matrix, is too small for a GPU."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -39,11 +40,15 @@ def _backward(exact, kept, gradient):
 
 
 def _over_tokens(x: Float[Array, "*B d"], y: Float[Array, "*B e"]) -> Float[Array, "d e"]:
-    """The sum over tokens of the outer products of x and y."""
-    parts = math.gcd(math.prod(x.shape[:-1]), _PARTS)
-    x, y = (one.reshape(parts, -1, one.shape[-1]) for one in (x, y))
-    each = jnp.einsum("pnd,pne->pde", x, y)
-    return jax.lax.optimization_barrier(each).sum(0)  # or the parts are one product again
+    """The sum over tokens of the outer products of x and y.
+
+    Parts are of single rows, which devices may share.
+    """
+    *rows, tokens, _ = x.shape
+    parts = math.gcd(tokens, max(_PARTS // math.prod(rows), 1))
+    x, y = (one.reshape(*rows, parts, -1, one.shape[-1]) for one in (x, y))
+    each = jax.lax.optimization_barrier(jnp.einsum("...nd,...ne->...de", x, y))
+    return each.sum(range(len(rows) + 1))  # without a barrier they are one product again
 
 
 product.defvjp(_forward, _backward)

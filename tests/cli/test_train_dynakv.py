@@ -89,6 +89,8 @@ def test_options_can_be_printed_and_read_back(train, tmp_path):
         (("--key-rank", 4), 2, "--key-rank must be left out"),
         (("--gate", "fixed", "--key-rank", 17, "--value-rank", 1), 2, "--key-rank must be at most"),
         (("--gate", "fixed", "--target-rate", 0.5), 2, "--target-rate has no effect"),
+        (("--gate", "fixed", "--harden", 0.5), 2, "--harden has no effect"),
+        (("--harden", 1.5), 2, "--harden must be at least 0 and at most 1"),
         (("--trains", "all", "--dtype", "bfloat16"), 2, "--trains all needs --dtype float32"),
         (("--batch-size", 6), 2, "--batch-size 6 must be a multiple of the 4 devices"),
         (("--seq-len", 1 << 17), 4, "--seq-len 131072 exceeds the model's context"),

@@ -33,12 +33,31 @@ def test_only_exact_products_ask_for_more_than_a_gpus_default():
     assert ["HIGHEST" in text for text in texts] == [True, False]
 
 
-def test_a_sum_over_tokens_is_cut_into_parts():
-    def parts(tokens: int) -> list[tuple[int, ...]]:
-        x, y = jnp.ones((tokens, 6)), jnp.ones((tokens, 5))
+def test_a_sum_over_tokens_is_cut_into_parts_of_single_rows():
+    def parts(*shape: int) -> list[tuple[int, ...]]:
+        x, y = jnp.ones((*shape, 6)), jnp.ones((*shape, 5))
         steps = jax.make_jaxpr(module._over_tokens)(x, y).eqns
         return [step.outvars[0].aval.shape for step in steps if "dot" in str(step.primitive)]
 
     assert parts(640) == [(64, 6, 5)]
     assert parts(96) == [(32, 6, 5)]
     assert parts(7) == [(1, 6, 5)]
+    assert parts(4, 48) == [(4, 16, 6, 5)]
+    assert parts(100, 48) == [(100, 1, 6, 5)]
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_devices_that_share_rows_only_add_up(devices):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.ShapeDtypeStruct((6, 32, 8), jnp.float32, sharding=rows)
+
+    def moved(function) -> set[str]:
+        text = jax.jit(function).lower(x, x).compile().as_text()
+        return {kind for kind in ("all-gather", "all-reduce", "all-to-all") if kind in text}
+
+    def across_rows(x, y):
+        return module._over_tokens(x.reshape(-1, 8), y.reshape(-1, 8))
+
+    assert moved(module._over_tokens) == {"all-reduce"}
+    assert devices == 2 or "all-gather" in moved(across_rows)  # or the check would be blind

@@ -31,14 +31,14 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens(tiny(), (count, LENGTH)), np.arange(LENGTH)[None] < lengths[:, None]
 
 
-def updated(ids, valid, accum: int, devices: int, **changes):
+def updated(ids, valid, accum: int, devices: int, sharp: bool = False, **changes):
     """The loss, the gradient's norm and the parameters after one update."""
     settings = dataclasses.replace(SETTINGS, **changes)
     control = AlphaControl(3.0, None, 1).start()
     parts = (tiny().model, spectra(), settings, control, jax.devices()[:devices])
     trainer, state = Trainer.start(*parts)
     shape = (accum, -1, LENGTH)
-    state, found = trainer.update(state, ids.reshape(shape), valid.reshape(shape))
+    state, found = trainer.update(state, ids.reshape(shape), valid.reshape(shape), sharp)
     return found, jax.tree.leaves(jax.device_get(state.parameters))
 
 
@@ -199,3 +199,5 @@ def test_a_hard_update_reads_what_a_cache_would_store():
     assert abs(modes["soft"] - modes["hard"]) > 1e-4
     np.testing.assert_allclose(found[False], modes["soft"], rtol=1e-5)
     np.testing.assert_allclose(found[True], modes["hard"], rtol=1e-5)
+    spread, _ = updated(ids, valid, **SPREAD, sharp=True)
+    np.testing.assert_allclose(spread["sums"].cross_entropy(), modes["hard"], rtol=1e-5)
