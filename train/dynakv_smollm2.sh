@@ -14,6 +14,7 @@ LONG=${LONG:-1221} SHORT=${SHORT:-305} # steps of 32,768 tokens: 40 and 10 milli
 SAVE=${SAVE:-200} CALIBRATION=${CALIBRATION:-131072}
 READ_TOKENS=${READ_TOKENS:-65536} WINDOW=${WINDOW:-2048}
 JOBS=${JOBS:-3} # trainings at a time: while one compiles, the others compute
+MEMORY=${MEMORY:-0.9} # share of the GPU's that it may take
 BUDGET=${BUDGET:-3600}
 READING=${READING:-200} # seconds of them that are left for what READ names
 OUT=$1
@@ -77,7 +78,7 @@ arm() { # NAME: trains it, or goes on with it
     run "$1" "$PYTHON" -m kvjax.train_dynakv "${shared[@]}"
 }
 
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
+export XLA_PYTHON_CLIENT_MEM_FRACTION=$MEMORY
 # To try all kernels of a product takes minutes for each program, with several arms at a time; and a
 # product that is kept for the gradient would be made twice, once into its place.
 XLA_FLAGS=${XLA_FLAGS:---xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false}
@@ -92,7 +93,7 @@ if [ ! -f "$CORPUS" ]; then
     [ -f "$CORPUS" ] || exit 1
 fi
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 0.9 / $JOBS }")
+XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print $MEMORY / $JOBS }")
 for name in $ARMS; do
     finished "$name" && continue
     while [ "$(jobs -rp | wc -l)" -ge "$JOBS" ]; do wait -n; done
@@ -104,7 +105,7 @@ for name in $ARMS; do
     finished "$name" || { echo "$name: not finished" && failed=1; }
 done
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
+XLA_PYTHON_CLIENT_MEM_FRACTION=$MEMORY
 END=$BUDGET
 if [ -n "$READ" ] && [ "$(left)" -gt 60 ]; then
     declare -A folders=() # of each kind of arm: its name without the rate
