@@ -181,7 +181,7 @@ def test_gradients_reach_a_basis_through_its_inverse_and_its_gate(learns):
 
 
 def read_by(own, x, mode, sharp=None):
-    """What comes back of x, weighed, by the gate's bias and the basis; and its gradients."""
+    """What comes back of x, weighed and summed; its gradients by the gate's bias and by x."""
     weights = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape), jnp.float32)
     graph, state = nnx.split(own)
 
