@@ -27,10 +27,6 @@ from kvjax.thoughts.pages import Segments, last_sparsity, retire, settle_levels
 IDLE = -1
 """Steps of a row that does not run."""
 
-# Of CUDA. Every layer has buffers of its own, for which a graph would be recorded anew; and that waits
-# until the chunk before is done, while launches are queued behind it.
-_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 20}
-
 
 def maintain(
     state: DecodeState,
@@ -239,7 +235,6 @@ def _where(rows: Bool[Array, " B"], new: Thoughts, old: Thoughts) -> Thoughts:
         "classes",
     ),
     donate_argnames=("layer", "crowded"),
-    compiler_options=_NO_GRAPHS,
 )
 @per_shard
 def _settle(
