@@ -74,28 +74,25 @@ def make_fit(
         budget: tokens a KV head. Where even the floor takes more, all closed ones end there.
     """
     sizes = jnp.asarray(retention.sizes(every), jnp.int32)
+    last = len(retention.schedule)
     segment = jnp.arange(thoughts.kind.shape[1], dtype=jnp.int32)[None]
     complete = segment < closed[:, None]
+    able = complete & (thoughts.level < last)
+    takes = sizes[thoughts.level]
+    over = jnp.where(complete, takes, 0).sum(1) - budget
+    # One falls as far as it can before the next one does. So what is still over the budget at its
+    # turn is known without going from one to the other: a loop whose turns only the device knows
+    # would hold the host until all that was launched before is done.
     # Importance is R > E > T, the order of the kinds themselves.
-    turn = (TRANSITION - thoughts.kind) * segment.shape[1] + segment
-    never = jnp.iinfo(jnp.int32).max
-
-    def state(level):
-        total = jnp.where(complete, sizes[level], 0).sum(1)
-        able = complete & (level < len(retention.schedule))
-        return (total > budget) & able.any(1), able
-
-    def step(carry):
-        level, count = carry
-        over, able = state(level)
-        first = jnp.where(able, turn, never).argmin(1)
-        falls = over[:, None] & (segment == first[:, None])
-        return level + falls.astype(jnp.int32), count + over.astype(jnp.int32)
-
-    def more(carry):
-        return state(carry[0])[0].any()
-
-    level, count = jax.lax.while_loop(more, step, (thoughts.level, thoughts.demoted[:, 1]))
+    turn = jnp.argsort((TRANSITION - thoughts.kind) * segment.shape[1] + segment, 1)
+    frees = jnp.take_along_axis(jnp.where(able, takes - sizes[last], 0), turn, 1)
+    before = jnp.cumsum(frees, 1, dtype=jnp.int32) - frees
+    row = jnp.arange(len(closed), dtype=jnp.int32)[:, None]
+    left = over[:, None] - jnp.zeros_like(before).at[row, turn].set(before, unique_indices=True)
+    enough = takes[..., None] - sizes[None, None] >= left[..., None]  # [B, S, levels]
+    to = jnp.where(enough.any(2), enough.argmax(2), last).astype(jnp.int32)
+    level = jnp.where(able & (left > 0), to, thoughts.level)
+    count = thoughts.demoted[:, 1] + (level - thoughts.level).sum(1, dtype=jnp.int32)
     return dataclasses.replace(thoughts, level=level, demoted=thoughts.demoted.at[:, 1].set(count))
 
 

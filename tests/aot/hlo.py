@@ -52,6 +52,15 @@ class Module:
             for instruction in self.computations[name].values()
         ]
 
+    def waits(self) -> list[Instruction]:
+        """Loops and branches whose turns only the device knows: they hold the host at each."""
+        return [
+            instruction
+            for instruction in self.executed()
+            if instruction.opcode == "conditional"
+            or (instruction.opcode == "while" and "known_trip_count" not in instruction.attributes)
+        ]
+
     def looped(self) -> list[tuple[Instruction, list[Instruction]]]:
         """Instructions of all loops' bodies, fused ones too, each with its operands."""
         bodies = [

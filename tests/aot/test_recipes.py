@@ -13,7 +13,7 @@ from kvjax.cache import init_cache, plan
 from kvjax.compress.policy import policies
 from kvjax.compress.selection import Rows
 from kvjax.decoding import DecodeState, decode_chunk
-from kvjax.decoding.maintain import _settle
+from kvjax.decoding.maintain import _refresh, _rows, _settle
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.recipes import Recipe
@@ -78,6 +78,7 @@ def test_decode_chunk(h200, name):
     assert copied(program, [layer.pools for layer in state.cache.layers]) == []
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
     assert program.aliased >= held
+    assert program.module.waits() == []
     kernels = [launch for launch in program.launches if launch.name.startswith("paged_attention")]
     pools = [pool for layer in state.cache.layers for pool in layer.pools]
     codes = frozenset(leaf.size for pool in pools for leaf in (pool.k, pool.v))
@@ -130,6 +131,7 @@ def test_maintenance(h200, name, selects):
         classes=None,
     )
     assert copied(program, layer.pools) == []
+    assert program.module.waits() == []
     launches = [launch.name for launch in program.launches]
     # Slots that share scales are coded and stored by XLA.
     stores = [name for name in launches if name.startswith("write_slots")]
@@ -142,6 +144,32 @@ def test_maintenance(h200, name, selects):
     if not recipe.needs_queries:  # those decode the keys that they look at
         pool = dataclasses.asdict(jax.tree.map(lambda x: x.size * x.dtype.itemsize, layer.pools[1]))
         assert program.temporary < pool["k"]
+
+
+def test_thoughts_hold_no_launch_up(h200):
+    """What tells them apart and what demotes them run behind a chunk, and the host goes on."""
+    recipe, state = RECIPES["thinkv"], state_of(RECIPES["thinkv"])
+    cache, number = state.cache, state.token
+    given = cache.thoughts, (array(number.shape, jnp.float32),), cache.length, cache.prompt
+    told = h200.compile(_refresh, *given, number, state.finite, recipe=recipe)
+    counters = cache.length, cache.prompt, cache.stored, cache.thoughts, number
+    masks = state.finite, state.finite, array((), jnp.int32)
+    fitted = h200.compile(_rows, *counters, *masks, config=CONFIG, recipe=recipe)
+    assert told.module.waits() == fitted.module.waits() == []
+
+
+def test_a_launch_that_waits_would_be_seen(h200):
+    """As the fit did when it demoted one segment after the other, while any was over."""
+
+    def halve(x):
+        return jax.lax.while_loop(lambda x: x[0] > 1, lambda x: x // 2, x)
+
+    def choose(x):
+        return jax.lax.cond(x[0] > 1, jnp.sort, jnp.cumsum, x)
+
+    for function in (halve, choose):
+        program = h200.compile(jax.jit(function), array((64,), jnp.int32))
+        assert len(program.module.waits()) == 1
 
 
 def test_a_copy_would_be_seen(h200):
