@@ -34,6 +34,7 @@ def test_decode_chunk(h200, codec):
     assert copied(program, kept) == []
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
     assert program.aliased >= held
+    assert program.module.waits() == []
     pools = [pool for layer in layers for pool in layer.pools]
     assert gathered(program, frozenset(pool.k.size for pool in pools)) == []
     names = [launch.name for launch in program.launches]
