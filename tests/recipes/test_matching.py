@@ -179,9 +179,7 @@ def errors(before, queries, after, length):
     return np.mean(found, 0)
 
 
-@pytest.mark.parametrize(
-    "codec", [pytest.param(c, marks=() if c == "int4" else pytest.mark.slow) for c in CODECS]
-)
+@pytest.mark.parametrize("codec", CODECS)
 def test_keys_stay_as_they_are_and_what_must_stay_is_untouched(codec):
     for before, _, after, length, _ in selections(codec):
         changed = 0
