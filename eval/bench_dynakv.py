@@ -22,12 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 
 import kvjax
 from kvjax.dynakv.adapter import load_adapter
-from kvjax.dynakv.spectrum import Spectra, key_width
+from kvjax.dynakv.spectrum import Spectra, key_width, with_settings
 from kvjax.eval.record import run_record, write_json
 from kvjax.eval.text import small_model
 from kvjax.eval.windows import windows
@@ -48,12 +47,7 @@ Score = Callable[[Int[Array | np.ndarray, "1 T"]], tuple[Array, Array]]
 
 def rounded(spectra: Spectra, multiple: int) -> Spectra:
     """The same spectra, ranks being rounded up to multiples."""
-    graph, state = nnx.split(spectra)
-    copy = nnx.merge(graph, state)
-    copy.settings = dataclasses.replace(spectra.settings, rank_multiple=multiple)
-    for layer in copy.layers:
-        layer.keys.settings = layer.values.settings = copy.settings
-    return copy
+    return with_settings(spectra, dataclasses.replace(spectra.settings, rank_multiple=multiple))
 
 
 def plain_score(lm: kvjax.LanguageModel) -> Score:

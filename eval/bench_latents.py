@@ -25,6 +25,7 @@ import numpy as np
 from kvjax.cache import KVCache, append, held_latents, reserve_layer, store
 from kvjax.decoding.chunk import DecodeState
 from kvjax.dynakv.cached import as_stored, attend_step, in_blocks, latents
+from kvjax.dynakv.coder import Coder
 from kvjax.dynakv.mask import prefix
 from kvjax.dynakv.projector import BLOCKS, HEAD_ROOM, Projector
 from kvjax.dynakv.settings import SpectralSettings
@@ -41,7 +42,7 @@ from kvjax.recipes import Recipe, full
 from kvjax.recipes.methods import LATENT_PAGE
 from kvjax.sharding import per_shard
 from pallas_kernels.latent_attention import triton, xla
-from pallas_kernels.latent_attention.layout import Basis, Rotary
+from pallas_kernels.latent_attention.layout import Rotary
 
 RANKS = (0.1, 0.5)
 """The smallest and the largest rank, as shares of the components."""
@@ -52,6 +53,8 @@ FEW = 4
 """Layers whose parts are timed: more than fit a GPU's second cache."""
 LAUNCHES = ((64, 4, 2, 128), (64, 4, 3, 128), (128, 8, 2, 128))
 """Other launches of the keys' kernel, timed beside its own."""
+SHARES = (128, 256)
+"""Slots of values that programs of other launches add up."""
 _PIECE = 2048  # tokens that are stored at a time
 _STEPS = 8  # of parts, inside one program
 _STEP_PARTS = ("latents", "store", "attention", "maintenance")  # keys and values are attention's
@@ -59,7 +62,7 @@ _STEP_PARTS = ("latents", "store", "attention", "maintenance")  # keys and value
 
 def recipe_of(codec: str, blocks: int) -> Recipe:
     """DynaKV with an adapter that is not on disk."""
-    settings = SpectralSettings(inverse="free")
+    settings = SpectralSettings(inverse="orthogonal")
     share = min(HEAD_ROOM * (sum(RANKS) / 2 + 0.5 / blocks), 1.0)
     projector = Projector("random", "", "random", "", settings, blocks, ((share, share),))
     return Recipe("dynakv", projector=projector, page_size=LATENT_PAGE, codec=codec)
@@ -78,7 +81,6 @@ def random_spectra(key, width: int, settings: SpectralSettings) -> LayerSpectra:
         u = jax.random.orthogonal(basis, width)
         ends = jnp.asarray(ranks(width), jnp.int32) - 1
         own = Spectrum(u, jnp.zeros(width), settings, None)
-        own.u_inverse = SpectralGate(u.T)
         # The largest of many random numbers, by far: of whatever size the components are.
         w = 100.0 * jax.random.normal(gate, (width, KINDS))
         own.w = SpectralGate(jnp.zeros((width, width)).at[:, ends].set(w))
@@ -109,7 +111,8 @@ def filled_with_latents(
     @per_shard
     def begin(layer, key):
         spectra, recent = jax.random.split(key)
-        layer = dataclasses.replace(layer, spectra=random_spectra(spectra, width, settings))
+        coder = Coder.of(random_spectra(spectra, width, settings), jnp.bfloat16)
+        layer = dataclasses.replace(layer, coder=coder)
         layer = reserve_layer(layer, length)
         x = random_latents(recent, width, (rows, recipe.window, 2), jnp.bfloat16)
         pos = jnp.broadcast_to(left + jnp.arange(recipe.window, dtype=jnp.int32), x.shape[:2])
@@ -150,7 +153,7 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
     x = jax.random.normal(keys[1], (rows, 1, kv_heads, dim), jnp.bfloat16)
     latent = random_latents(keys[2], width, (rows, 1, 2), jnp.bfloat16)
     span = few[0].span
-    weights = jax.random.uniform(keys[3], (rows, config.num_heads, span))
+    weights = jax.random.uniform(keys[3], (rows, kv_heads, config.num_heads // kv_heads, span))
     frequencies, factor = inverse_frequencies(config.rope, dim)
     rotary = Rotary(jnp.asarray(frequencies), factor)
     pos = cache.length
@@ -163,24 +166,24 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
 
     def key_products(layer, q, **how):
         grouped = q.reshape(rows, kv_heads, -1, dim)
-        basis = Basis(layer.spectra.keys.basis()[1])
-        held = layer.pools, layer.tables, basis, rotary, span
+        held = layer.pools, layer.tables, layer.coder.keys, rotary, span
         logits, live = backend.latent_logits(grouped, *held, **how)
         seen = jnp.where(live[:, None], logits, 0).sum(2, keepdims=True)
         return q + (seen * 1e-9).astype(q.dtype)
 
-    def value_products(layer, weights):
-        sums = backend.latent_sums(weights, layer.pools, layer.tables, width)
-        return weights + sums.sum(2, keepdims=True) * 1e-9
+    def value_products(layer, weights, **how):
+        sums = backend.latent_sums(weights, layer.pools, layer.tables, width, **how)
+        return weights + sums.sum(-1, keepdims=True).swapaxes(0, 1) * 1e-9
 
     def making(layer, x):
-        made = latents(layer.spectra, x, x, x.dtype)[:, :, 0].reshape(x.shape)
+        made = latents(layer.coder, x, x, x.dtype)[:, :, 0].reshape(x.shape)
         return x + made * 1e-3
 
     def storing(layer, latent):
         return append(layer, *as_stored(latent), pos[:, None], jnp.ones((rows, 1), bool))
 
     tried = {} if backend is xla else {str(n): triton.Launch(*n) for n in LAUNCHES}
+    shares = () if backend is xla else SHARES
     found = {}
     leaves, kind = jax.tree.flatten(few)
     for name, part, state in (
@@ -192,6 +195,7 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
             (f"keys {text}", functools.partial(key_products, launch=launch), q)
             for text, launch in tried.items()
         ),
+        *((f"values {n}", functools.partial(value_products, share=n), weights) for n in shares),
     ):
 
         def step(_, state, *leaves, part=part):
@@ -203,7 +207,7 @@ def parts(config: ModelConfig, cache: KVCache, repeats: int) -> dict[str, float]
 
     recent = [  # nothing else, for what is changed is copied once
         dataclasses.replace(
-            layer, pools=layer.pools[:1], tables=layer.tables[:1], free=(), spectra=None
+            layer, pools=layer.pools[:1], tables=layer.tables[:1], free=(), coder=None
         )
         for layer in few
     ]

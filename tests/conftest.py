@@ -14,6 +14,7 @@ CHECKED = (
     "kvjax.compress",
     "kvjax.decoding",
     "kvjax.dynakv.cached",
+    "kvjax.dynakv.coder",
     "kvjax.dynakv.forward",
     "kvjax.dynakv.mask",
     "kvjax.dynakv.pca",

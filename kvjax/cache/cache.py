@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.geometry import ClassGeometry, Geometry, LayerGeometry
 from kvjax.cache.ledger import Ledger, empty_ledger
 from kvjax.codecs import Codec, KeyBasis, KVCodec, kv_codec
-from kvjax.dynakv.spectrum import LayerSpectra, blank_layer
+from kvjax.dynakv.coder import Coder
+from kvjax.dynakv.spectrum import blank_layer
 from kvjax.thoughts.state import Thoughts, no_thoughts
 from pallas_kernels import SCRATCH_PAGE, KVPages
 from pallas_kernels.layout import UNKNOWN_LEVEL
@@ -44,7 +45,7 @@ class LayerCache:
 
     Attributes:
         queries: the last queries, a token's at its position modulo their number.
-        spectra: where latents are kept instead of keys and values, what makes and rebuilds them.
+        coder: where latents are kept instead of keys and values, what makes and rebuilds them.
             Tables then have a line for each block of them (``pallas_kernels.latent_attention``)
             instead of each KV head, which ``Hkv`` stands for here and in what works on tables.
         span: positions are below this, where there are latents.
@@ -55,7 +56,7 @@ class LayerCache:
     tables: tuple[Int[Array, "B _ _"], ...]
     free: tuple[FreeList, ...]
     queries: Float[Array, "B N Hq D"] | None = None
-    spectra: LayerSpectra | None = None
+    coder: Coder | None = None
     codecs: tuple[KVCodec, ...] = dataclasses.field(
         default=(kv_codec("bf16"),), metadata={"static": True}
     )
@@ -115,7 +116,7 @@ class KVCache:
                 for name, kind in {"k": own, "v": own, **kinds}.items():
                     array = getattr(pool, name)
                     found[kind] += 0 if array is None else array.nbytes
-            found["constants"] += sum(leaf.nbytes for leaf in jax.tree.leaves(layer.spectra))
+            found["constants"] += sum(leaf.nbytes for leaf in jax.tree.leaves(layer.coder))
             found["queries"] += 0 if layer.queries is None else layer.queries.nbytes
         found["tables"] = self.nbytes() - sum(found.values())
         return found
@@ -124,7 +125,7 @@ class KVCache:
 def init_cache(
     geometry: Geometry,
     bases: Sequence[KeyBasis | None] | None = None,
-    spectra: Sequence[LayerSpectra] | None = None,
+    coders: Sequence[Coder] | None = None,
 ) -> KVCache:
     """An empty cache, with every buffer its own (a donated pytree may hold none twice).
 
@@ -133,18 +134,19 @@ def init_cache(
     Args:
         geometry: the shapes.
         bases: each layer's key mean and balance, for codecs that use them; neutral if None.
-        spectra: what makes and rebuilds each layer's latents, where there are any; if None, what
+        coders: what makes and rebuilds each layer's latents, where there are any; if None, what
             leaves keys and values as they are.
     """
     bases = bases or (None,) * len(geometry.layers)
     if geometry.projector is None:
-        spectra = (None,) * len(geometry.layers)
-    elif spectra is None:
+        coders = (None,) * len(geometry.layers)
+    elif coders is None:
         settings = geometry.projector.in_blocks(geometry.width)
-        spectra = [blank_layer(geometry.width, settings, n) for n in range(len(geometry.layers))]
+        blank = [blank_layer(geometry.width, settings, n) for n in range(len(geometry.layers))]
+        coders = [Coder.of(layer, geometry.dtype) for layer in blank]
     layers = tuple(
         _init_layer(geometry, layer, basis, own)
-        for layer, basis, own in zip(geometry.layers, bases, spectra, strict=True)
+        for layer, basis, own in zip(geometry.layers, bases, coders, strict=True)
     )
     zero = (jnp.zeros(geometry.rows, jnp.int32) for _ in range(4))
     thoughts = no_thoughts(geometry.rows, geometry.segments) if geometry.segments else None
@@ -155,7 +157,7 @@ def init_cache(
 
 
 def _init_layer(
-    geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None, spectra: LayerSpectra | None
+    geometry: Geometry, layer: LayerGeometry, basis: KeyBasis | None, coder: Coder | None
 ) -> LayerCache:
     tables, free = [], []
     for shape in layer.classes:
@@ -171,10 +173,10 @@ def _init_layer(
         tables=tuple(tables),
         free=tuple(free),
         queries=jnp.zeros(size, geometry.dtype) if layer.queries else None,
-        spectra=spectra,
+        coder=coder,
         codecs=tuple(shape.codec for shape in layer.classes),
         span=geometry.span,
-        share=(layer.classes[-1].pages_per_row or 0) if spectra is not None else 0,
+        share=(layer.classes[-1].pages_per_row or 0) if coder is not None else 0,
     )
 
 
@@ -236,7 +238,7 @@ def held_latents(cache: KVCache) -> Int[Array, "B L 4"] | None:
         Tokens; those of them that are no longer recent; and components stored of those, of keys and
         of values.
     """
-    if cache.layers[0].spectra is None:
+    if cache.layers[0].coder is None:
         return None
 
     def of_layer(layer: LayerCache):
@@ -258,7 +260,7 @@ def held_blocks(cache: KVCache) -> Int[Array, "B 3 L"] | None:
         Layers that hold the token and count it as recent no longer; and blocks of its keys, and of
         its values, in these layers together.
     """
-    if cache.layers[0].spectra is None:
+    if cache.layers[0].coder is None:
         return None
     rows, span = len(cache.length), cache.layers[0].span
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]

@@ -194,7 +194,7 @@ def _with_class(
 def _lines(layer: LayerCache, index: int, copies: int) -> np.ndarray:
     """Of every line of a class's table, on all devices, the packed one that it is, or a copy of."""
     lines = np.arange(layer.tables[index].shape[1])
-    if layer.spectra is not None:  # all devices have all of them
+    if layer.coder is not None:  # all devices have all of them
         return lines % (len(lines) // layer.free[index].count.size)
     return lines // copies
 

@@ -96,7 +96,7 @@ def store(
     needed = keep.sum(-1, dtype=jnp.int32)
     lacking = needed - _is_free(pool, table, codec.group).sum((2, 3), dtype=jnp.int32)
     wanted = jnp.maximum(-(-lacking // pool.page_size), 0)
-    if layer.spectra is not None:
+    if layer.coder is not None:
         wanted = _of_own_share(layer.share, table, wanted)
     table, free = take_pages(free, table, wanted)
     pages, slots = _free_slots(pool, table, keep, codec.group)

@@ -36,7 +36,7 @@ def latent_selection(
     """
     pool, table = layer.pools[1], layer.tables[1]
     held, at = held_keys(layer, 1, config)
-    new, _ = rebuilt(layer.spectra, latent.swapaxes(1, 2), pos, config)
+    new, _ = rebuilt(layer.coder, latent.swapaxes(1, 2), pos, config)
     k = jnp.concatenate([held, new.swapaxes(1, 2)], 2)
     live = jnp.concatenate([at >= 0, keep[:, 0]], 1)
     pos = jnp.concatenate([at, pos], 1)

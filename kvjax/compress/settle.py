@@ -96,7 +96,7 @@ def settle(
     kept = []
     if policy.keeps == "window":
         kept, keep = in_window(layer, rows, window, pos, keep)
-    elif selects and layer.spectra is not None:
+    elif selects and layer.coder is not None:
         kept, keep = latent_selection(layer, index, recipe, policy.config, rows, pos, k, keep)
     elif selects:
         there = Candidates(pos, k, v, keep, mass, into, leaves)
@@ -112,12 +112,12 @@ def settle(
     if incoming is None:  # at least the recent window stays; groups are coded whole
         leave = -(-(leave - recipe.window) // together) * together
     tokens = [x if x is None else x[:, :, :leave] for x in (k, v, mass, bias, out)]
-    if layer.spectra is not None:
+    if layer.coder is not None:
         k, out = in_blocks(layer, 1, tokens[0], tokens[-1])
         tokens = [k, jnp.zeros((*k.shape[:3], 0), k.dtype), None, None, out]
     places = classes or tuple(range(1, len(layer.pools)))
     layer, crowded = _place(layer, places, into[:, :leave], pos[:, :leave], *tokens)
-    if layer.spectra is not None:  # the same ones on all devices
+    if layer.coder is not None:  # the same ones on all devices
         crowded = here_once(crowded)
     if recipe.once and incoming is None and select:
         layer = tidied(layer, rows.select)  # nothing else will take the slots that have come free

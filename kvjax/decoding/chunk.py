@@ -205,8 +205,8 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
     of_layer = policies(recipe, config)
 
     def attend(index, layer, q, k, v, sinks):
-        if layer.spectra is not None:
-            k, v = as_stored(latents(layer.spectra, k, v, q.dtype))
+        if layer.coder is not None:
+            k, v = as_stored(latents(layer.coder, k, v, q.dtype))
         layer = append(layer, k, v, position[:, None], active[:, None])
         layer = remember(layer, q, position[:, None], active[:, None])
         tables = [
@@ -215,7 +215,7 @@ def decode_token(model, cache: KVCache, token, active, width, recipe, tap=None, 
         ]
         q, layer = _within_the_step(q, layer)
         given = {"q_pos": position, "window": config.windows[index], "sinks": sinks}
-        if layer.spectra is not None:
+        if layer.coder is not None:
             span = layer.span if width is None else min(width, layer.span)
             out = attend_step(
                 layer, q[:, 0], tables, config, span=span, implementation=kernel, **given

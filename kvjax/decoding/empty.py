@@ -9,6 +9,7 @@ from kvjax.cache import KVCache, init_cache
 from kvjax.cache.geometry import Geometry
 from kvjax.decoding.calibration import key_bases
 from kvjax.decoding.notes import with_vocabulary
+from kvjax.dynakv.coder import Coder
 from kvjax.dynakv.projector import read_spectra
 from kvjax.loading import LanguageModel
 from kvjax.sharding import per_shard
@@ -25,14 +26,15 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
         for layer in geometry.layers
         for shape in layer.classes
     )
-    spectra = None
+    coders = None
     if geometry.projector is not None:
-        spectra = read_spectra(geometry.projector, lm).layers
+        layers = read_spectra(geometry.projector, lm).layers
+        coders = [Coder.of(layer, geometry.dtype) for layer in layers]
     bases = key_bases(lm) if based else None
     cache = (
-        init_cache(geometry, bases, spectra)
+        init_cache(geometry, bases, coders)
         if lm.mesh is None
-        else spread_cache(bases, spectra, geometry=geometry)
+        else spread_cache(bases, coders, geometry=geometry)
     )
     if cache.ledger is None:
         return cache
@@ -41,6 +43,6 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames=("geometry",))
 @per_shard
-def spread_cache(bases, spectra=None, *, geometry: Geometry) -> KVCache:
+def spread_cache(bases, coders=None, *, geometry: Geometry) -> KVCache:
     """What each device of a mesh has: ``init_cache`` as one program, on the devices of the mesh."""
-    return init_cache(geometry, bases, spectra)
+    return init_cache(geometry, bases, coders)

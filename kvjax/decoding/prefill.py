@@ -182,9 +182,9 @@ def _read(
     real = positions < rows.length[:, None]
 
     def attend(q, k, v, sinks):
-        if layer.spectra is not None:
-            latent = latents(layer.spectra, k, v, q.dtype)
-            k, v = (x.astype(q.dtype) for x in rebuilt(layer.spectra, latent, positions, config))
+        if layer.coder is not None:
+            latent = latents(layer.coder, k, v, q.dtype)
+            k, v = (x.astype(q.dtype) for x in rebuilt(layer.coder, latent, positions, config))
             local = causal_attention(q, k, v, positions, config.scale, window)
             out, lse = merge(*local, *attend_history(layer, config, window, q, positions))
             k, v = as_stored(latent)

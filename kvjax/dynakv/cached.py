@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import LayerCache
-from kvjax.dynakv.mask import soft_mask
-from kvjax.dynakv.spectrum import LayerSpectra
+from kvjax.dynakv.coder import Coder
+from kvjax.dynakv.product import product
 from kvjax.models.attention import NEG_INF, biased_attention, merge
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import inverse_frequencies, rotate, rotation
@@ -23,33 +23,21 @@ SLOTS = 512
 
 
 def latents(
-    spectra: LayerSpectra,
-    k: Float[Array, "B T Hkv D"],
-    v: Float[Array, "B T Hkv D"],
-    dtype: DTypeLike,
+    coder: Coder, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"], dtype: DTypeLike
 ) -> Float[Array, "B T 2 d"]:
     """What is kept of tokens: components of keys and of values, zero behind a token's ranks.
 
     Devices that share the heads all get the same.
 
     Args:
-        spectra: the layer's.
+        coder: the layer's.
         k: keys before their rotation.
         v: values.
         dtype: of the result, the cache's.
     """
-
-    pair = spectra.keys, spectra.values
-    made = [
-        spectrum.latent(x.reshape(*x.shape[:2], -1), spectrum.basis())
-        for spectrum, x in zip(pair, (gathered(k, 2), gathered(v, 2)), strict=True)
-    ]
-    gated = spectra.keys.b is not None
-    seen = [(x.logits if gated else x.mask)(latent) for x, latent in zip(pair, made, strict=True)]
-    # Of keys and values together, which is half the launches of a step.
-    mask = jnp.stack(seen, 2)
-    mask = soft_mask(mask) if gated else mask
-    return spectra.keys.stored(jnp.stack(made, 2), mask).astype(dtype)
+    x = gathered(jnp.stack([k, v]), 3)
+    made = coder.latents(x.reshape(*x.shape[:3], -1))
+    return jnp.moveaxis(made.astype(dtype), 0, 2)
 
 
 def as_stored(
@@ -60,16 +48,20 @@ def as_stored(
 
 
 def rebuilt(
-    spectra: LayerSpectra, latent: Float[Array, "B T 2 d"], pos: Int[Array, "B T"], config
+    coder: Coder, latent: Float[Array, "B T 2 d"], pos: Int[Array, "B T"], config
 ) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T Hkv D"]]:
     """Float32 keys, rotated to their positions, and values: a device's own heads of them."""
-
-    def of(spectrum, x):
-        return spectrum.rebuild(x, spectrum.basis()).reshape(*x.shape[:2], -1, config.head_dim)
-
     wide = latent.astype(jnp.float32)
-    k = rotate(of(spectra.keys, wide[:, :, 0]), *rotation(pos, config.rope, config.head_dim))
-    return k, of(spectra.values, wide[:, :, 1])
+    k, v = (
+        _rebuilt(basis, wide[:, :, side]).reshape(*pos.shape, -1, config.head_dim)
+        for side, basis in enumerate(coder.bases())
+    )
+    return rotate(k, *rotation(pos, config.rope, config.head_dim)), v
+
+
+def _rebuilt(basis: Basis, latent: Float[Array, "B T d"]) -> Float[Array, "B T e"]:
+    x = product(latent, basis.back.astype(jnp.float32))
+    return x if basis.mean is None else x + basis.mean[None, None]
 
 
 def in_blocks(
@@ -107,7 +99,7 @@ def attend_step(
         q,
         layer.pools,
         tables,
-        *(Basis(*own.back(own.basis())) for own in (layer.spectra.keys, layer.spectra.values)),
+        *layer.coder.bases(),
         Rotary(jnp.asarray(frequencies), factor),
         scale=config.scale,
         span=span,
@@ -174,7 +166,7 @@ def held_keys(
     pool, table = layer.pools[index], layer.tables[index]
     tokens = find_tokens(pool, table, layer.span)
     latent = read_tokens(pool, table, tokens, tokens.pos)
-    return rebuilt(layer.spectra, latent, tokens.pos, config)[0].swapaxes(1, 2), tokens.pos
+    return rebuilt(layer.coder, latent, tokens.pos, config)[0].swapaxes(1, 2), tokens.pos
 
 
 def attend_history(
@@ -199,7 +191,7 @@ def attend_history(
         def some(i, carry, pool=pool, table=table, tokens=tokens, held=held, step=step):
             pos = jax.lax.dynamic_slice_in_dim(held, i * step, step, 1)
             latent = read_tokens(pool, table, tokens, pos)
-            k, v = rebuilt(layer.spectra, latent, pos, config)
+            k, v = rebuilt(layer.coder, latent, pos, config)
             seen = (pos >= 0)[:, None]
             if window is not None:
                 seen &= positions[:, :, None] - pos[:, None] < window

@@ -26,6 +26,23 @@ def rank_of(mask: Float[Array, "*B d"], tau: float, multiple: int = 1) -> Int[Ar
     return jnp.minimum(-(-rank // multiple) * multiple, mask.shape[-1])
 
 
+def rank_of_logits(logits: Float[Array, "*B d"], tau: float, multiple: int = 1) -> Int[Array, "*B"]:
+    """``rank_of(soft_mask(logits), tau, multiple)``, without the mask.
+
+    Masks fall from component to component, so that a multiple is kept if its first one is.
+    """
+    width = logits.shape[-1]
+    share = jax.nn.softmax(logits)
+    share = jnp.pad(share, [(0, 0)] * (share.ndim - 1) + [(0, -width % multiple)])
+    share = share.reshape(*share.shape[:-1], -1, multiple).sum(-1)
+    place = jnp.arange(share.shape[-1], dtype=jnp.int32)
+    at_or_behind = place[:, None] <= place[None]
+    at_or_behind = at_or_behind.reshape((1,) * (share.ndim - 1) + at_or_behind.shape)
+    behind = jnp.where(at_or_behind, share[..., None, :], 0.0).sum(-1)
+    count = 1 + (behind[..., 1:] > tau).sum(-1, dtype=jnp.int32)  # the first is always kept
+    return jnp.minimum(count * multiple, width)
+
+
 def prefix(rank: Int[Array, "*B"], width: int) -> Bool[Array, "*B d"]:
     """True for the first ``rank`` of ``width`` components."""
     index = jnp.arange(width, dtype=jnp.int32).reshape((1,) * rank.ndim + (width,))

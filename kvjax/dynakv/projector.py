@@ -18,7 +18,7 @@ from kvjax.dynakv.adapter import (
     read_record,
 )
 from kvjax.dynakv.settings import SpectralSettings
-from kvjax.dynakv.spectrum import Spectra, inverted_once, key_width
+from kvjax.dynakv.spectrum import Spectra, key_width, with_settings
 from kvjax.errors import UsageError
 from kvjax.models.config import ModelConfig
 
@@ -141,11 +141,11 @@ class Projector:
             )
 
     def in_blocks(self, width: int) -> SpectralSettings:
-        """The settings with ranks rounded up to whole blocks, and bases that are inverted once."""
+        """The settings with ranks rounded up to whole blocks."""
         block = width // self.blocks
         multiple = self.settings.rank_multiple
         multiple = multiple if multiple % block == 0 else block
-        return dataclasses.replace(self.settings, rank_multiple=multiple, inverse="free")
+        return dataclasses.replace(self.settings, rank_multiple=multiple)
 
     def deep_blocks(self, layer: int) -> float:
         """Blocks of a token's keys and values beyond the first of each that room is made for."""
@@ -162,7 +162,7 @@ def _room(share: float, settings: SpectralSettings, blocks: int) -> float:
 
 
 def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:
-    """The bases and gates, as the cache holds them.
+    """The bases and gates, with ranks as the cache rounds them up.
 
     Raises:
         UsageError: the adapter is not what it was when the recipe was made, or for another model.
@@ -170,7 +170,7 @@ def read_spectra(projector: Projector, lm: "LanguageModel") -> Spectra:
     if read_record(pathlib.Path(projector.folder))["tensors_sha256"] != projector.digest:
         raise UsageError(f"adapter: {projector.folder}: it has changed since it was looked at")
     spectra = load_adapter(projector.folder, lm, flag="adapter").spectra
-    return inverted_once(spectra, projector.in_blocks(key_width(lm.config)))
+    return with_settings(spectra, projector.in_blocks(key_width(lm.config)))
 
 
 def _check(settings: SpectralSettings) -> None:

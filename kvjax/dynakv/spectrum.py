@@ -9,7 +9,6 @@ from kvjax.dynakv.mask import prefix, rank_of, soft_mask
 from kvjax.dynakv.product import product
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.models.config import ModelConfig
-from kvjax.sharding.across import own
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -101,17 +100,12 @@ class Spectrum(nnx.Module):
         value = latent * mask if self.settings.stored == "masked" else latent
         return jnp.where(kept, value, 0.0)
 
-    def back(self, basis: Basis) -> tuple[Float[Array, "d e"], Float[Array, " e"] | None]:
-        """What rebuilds, and the mean: of a device's own heads, where several share them."""
-        return own(basis[1], 1), None if self.mean is None else own(self.mean[...])
-
     def rebuild(
         self, latent: Float[Array, "B T d"], basis: Basis, exact: bool = True
-    ) -> Float[Array, "B T e"]:
-        """Keys or values out of their components: those of a device's own heads."""
-        back, mean = self.back(basis)
-        x = product(latent, back, exact)
-        return x if mean is None else x + mean[None, None]
+    ) -> Float[Array, "B T d"]:
+        """Keys or values out of their components."""
+        x = product(latent, basis[1], exact)
+        return x if self.mean is None else x + self.mean[...][None, None]
 
 
 def turned(u: Float[Array, "*N d d"], turn: Float[Array, "*N d d"]) -> Float[Array, "*N d d"]:
@@ -193,23 +187,10 @@ def blank_layer(width: int, settings: SpectralSettings, layer: int) -> LayerSpec
     )
 
 
-def inverted_once(spectra: Spectra, settings: SpectralSettings) -> Spectra:
-    """Spectra that rebuild with a matrix that is there, so that nothing inverts U again.
-
-    Args:
-        spectra: as they were trained.
-        settings: theirs, with a free inverse.
-    """
-
-    def fixed(spectrum: Spectrum) -> Spectrum:
-        u, inverse = spectrum.basis()
-        mean = jnp.zeros(len(u)) if spectrum.mean is None else spectrum.mean[...]
-        own = Spectrum(u + 0, mean + 0, settings, spectrum.rank)
-        own.u_inverse = SpectralGate(inverse + 0)
-        for name in ("w", "b"):
-            if getattr(spectrum, name) is not None:
-                setattr(own, name, SpectralGate(getattr(spectrum, name)[...] + 0))
-        return own
-
-    layers = [LayerSpectra(fixed(layer.keys), fixed(layer.values)) for layer in spectra.layers]
-    return Spectra(layers, settings)
+def with_settings(spectra: Spectra, settings: SpectralSettings) -> Spectra:
+    """The same arrays, used otherwise."""
+    copy = nnx.merge(*nnx.split(spectra))
+    copy.settings = settings
+    for layer in copy.layers:
+        layer.keys.settings = layer.values.settings = settings
+    return copy

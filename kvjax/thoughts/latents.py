@@ -34,7 +34,7 @@ def segment_levels(
     pool, table = layer.pools[1], layer.tables[1]
     tokens = find_tokens(pool, table, layer.span)
     latent = read_tokens(pool, table, tokens, pos)
-    keys = rebuilt(layer.spectra, latent, pos, config)[0].swapaxes(1, 2)
+    keys = rebuilt(layer.coder, latent, pos, config)[0].swapaxes(1, 2)
     retention = dataclasses.replace(retention, shared=True)
     levels = survivals(retention, keys, asked(keys), pos, seed, index)[:, :1]
     pages, slots = places(pool, table, tokens, pos)

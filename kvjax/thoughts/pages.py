@@ -61,7 +61,7 @@ def last_sparsity(
 
 def _products(layer: LayerCache, c: int, q: Float[Array, "B Hq D"], config: ModelConfig | None):
     """Products of queries with a class's keys [B, Hkv, G, S], biases and positions of its slots."""
-    if layer.spectra is not None:
+    if layer.coder is not None:
         k, at = held_keys(layer, c, config)
         at = jnp.broadcast_to(at[:, None], k.shape[:3])
         grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
@@ -131,7 +131,7 @@ def settle_levels(
     offset = jnp.arange(segments.every, dtype=jnp.int32)[None]
     pos = start[:, None] + offset  # [B, T]
     closes = segments.closes >= 0
-    if layer.spectra is not None:
+    if layer.coder is not None:
 
         def asked(keys):
             return _asked(layer, keys, pos, scale, length)

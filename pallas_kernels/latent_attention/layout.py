@@ -22,7 +22,7 @@ class Basis:
     """What rebuilds keys, or values.
 
     Attributes:
-        back: what each component adds to the channels of the KV heads, of all or some.
+        back: what each component adds to the channels of the KV heads, of all or some; any floats.
         mean: what every token adds to them, or None.
     """
 

@@ -57,7 +57,7 @@ def latent_attention_reference(
 
 
 def _rebuilt(latent: Array, basis: Basis) -> Array:
-    x = jnp.matmul(latent, basis.back, precision="highest")
+    x = jnp.matmul(latent, basis.back.astype(jnp.float32), precision="highest")
     return x if basis.mean is None else x + basis.mean[None, None]
 
 

@@ -47,7 +47,7 @@ LAUNCHES = {True: Launch(32, 4, 3, 64), False: Launch(128, 8, 3, 128)}
 """Of keys, by whether products are as exact as float32."""
 VALUES = {True: Launch(32, 4, 3, 64), False: Launch(64, 4, 3, 128)}
 SHARE = 512
-"""Slots of values that a program adds up."""
+"""Slots of values that a program adds up, if not told otherwise."""
 FEW = 128
 """Slots of a row and block, as many or fewer, of which each KV head has a program of its own."""
 _COLUMNS = 16  # a product has that many at least
@@ -127,7 +127,8 @@ def latent_logits(
     angles = jnp.arange(span, dtype=jnp.float32)[:, None] * rotary.frequencies[None]
     turn = {"cos": jnp.cos(angles) * rotary.factor, "sin": jnp.sin(angles) * rotary.factor}
     size = (rows, sum(counts), kv_heads * group, span)
-    found = ()
+    # Of a block that a token does not have, nothing is stored.
+    found = (jnp.zeros((rows, sum(counts), span), jnp.int8),)
     for pool, table, start in zip(pools, tables, starts, strict=True):
         exact = _exact(q, pool)
         own = launch or LAUNCHES[exact]
@@ -148,52 +149,45 @@ def latent_logits(
             ),
             grid=(rows, blocks_of(pool, table, width), pl.cdiv(slots, tile) * (kv_heads // each)),
             in_specs=_whole([*found, given]),
-            out_specs=_whole([0]),
-            out_shape=[jax.ShapeDtypeStruct(size, jnp.float32)],
+            out_specs=_whole([0, 0]),
+            out_shape=[
+                jax.ShapeDtypeStruct(found[0].shape, jnp.int8),
+                jax.ShapeDtypeStruct(size, jnp.float32),
+            ],
             input_output_aliases={i: i for i, _ in enumerate(found)},
             compiler_params=plt.CompilerParams(num_warps=own.num_warps, num_stages=own.num_stages),
             interpret=interpret,
             name="latent_logits",
         )(*found, given)
-    # Of a block that a token does not have, nothing was stored.
-    there = _there(pools, tables, counts, span)
+    there, parts = found[0] != 0, found[1]
     logits = functools.reduce(
-        jnp.add, (jnp.where(there[:, i, None], found[0][:, i], 0.0) for i in range(sum(counts)))
+        jnp.add, (jnp.where(there[:, i, None], parts[:, i], 0.0) for i in range(sum(counts)))
     )
     return logits, functools.reduce(jnp.logical_or, (there[:, start] for start in starts))
 
 
-def _there(pools, tables, counts, span: int) -> Bool[Array, "B N L"]:
-    """Which blocks of keys, of all pools, the tokens have, by position."""
-    rows, block, place, begin = len(tables[0]), [], [], 0
-    for pool, table, count in zip(pools, tables, counts, strict=True):
-        pos = pool.pos[table[:, ::2]].reshape(rows, count, -1)
-        # Free slots get one apiece that is not there.
-        free = span + jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None]
-        place.append(jnp.where(pos < 0, free, pos).reshape(rows, -1))
-        block.append(jnp.repeat(begin + jnp.arange(count, dtype=jnp.int32), pos.shape[2]))
-        begin += count
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    at = row, jnp.concatenate(block)[None], jnp.concatenate(place, 1)
-    return jnp.zeros((rows, begin, span), bool).at[at].set(True, mode="drop")
-
-
 def latent_sums(
-    weights: Float[Array, "B Hq L"],
+    weights: Float[Array, "B Hkv G L"],
     pools: tuple[KVPages, ...],
     tables: tuple[Int[Array, "B _ _"], ...],
     width: int,
     *,
+    share: int = SHARE,
     interpret: bool = False,
-) -> Float[Array, "B Hq d"]:
-    """Components of values, summed by weights by position, in float32."""
-    rows, heads, _ = weights.shape
-    shares = [pl.cdiv(table.shape[2] * pool.page_size, SHARE)
+) -> Float[Array, "Hkv B G d"]:
+    """Components of values, summed by weights by position, in float32.
+
+    Args:
+        share: slots that a program adds up, a power of two, 16 at least.
+    """
+    rows, kv_heads, group, _ = weights.shape
+    shares = [pl.cdiv(table.shape[2] * pool.page_size, share)
               for pool, table in zip(pools, tables, strict=True)]  # fmt: skip
+    size = (sum(shares), kv_heads, rows, group, width)
     found = ()
     for index, (pool, table) in enumerate(zip(pools, tables, strict=True)):
         exact = _exact(None, pool)
-        launch = VALUES[exact]
+        launch = dataclasses.replace(VALUES[exact], tile=min(VALUES[exact].tile, share))
         given = _stored(pool, table) | {"weights": weights}
         parts = pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2], pool.k_format, launch))
         found = pl.pallas_call(
@@ -201,6 +195,7 @@ def latent_sums(
                 _block_sums,
                 fmt=pool.k_format,
                 first=sum(shares[:index]),
+                size=share,
                 launch=launch,
                 exact=exact,
                 interpret=interpret,
@@ -208,7 +203,7 @@ def latent_sums(
             grid=(rows, blocks_of(pool, table, width) * parts, shares[index]),
             in_specs=_whole([*found, given]),
             out_specs=_whole([0]),
-            out_shape=[jax.ShapeDtypeStruct((rows, sum(shares), heads, width), jnp.float32)],
+            out_shape=[jax.ShapeDtypeStruct(size, jnp.float32)],
             input_output_aliases={i: i for i, _ in enumerate(found)},
             compiler_params=plt.CompilerParams(
                 num_warps=launch.num_warps, num_stages=launch.num_stages
@@ -216,7 +211,7 @@ def latent_sums(
             interpret=interpret,
             name="latent_values",
         )(*found, given)
-    return found[0].sum(1)
+    return found[0].sum(0)
 
 
 def _whole(tree):
@@ -248,6 +243,16 @@ def _slots(given, row, line, first, tile: int):
     live = pages != SCRATCH_PAGE
     pos = plt.load(given["pos"].at[pages, at % page], mask=live, other=-1)
     return pages, at % page, pos
+
+
+def _held(given, row, line, first, size: int):
+    """How far the pages of a line reach, of ``size`` slots from ``first`` on."""
+    page = given["x"].shape[1]
+    at = first // page + jnp.arange(pl.next_power_of_2(pl.cdiv(size, page)))
+    inside = (at < given["table"].shape[2]) & (at * page < first + size)
+    pages = plt.load(given["table"].at[row, line, at], mask=inside, other=SCRATCH_PAGE)
+    ends = jnp.where(pages != SCRATCH_PAGE, (at + 1) * page - first, 0)
+    return jnp.minimum(ends.max(), size)
 
 
 def _chunk(stored: int, fmt: str, launch: Launch) -> int:
@@ -296,7 +301,7 @@ def _scale(given, at):
 
 
 def _block_logits(*refs, fmt, first, each, launch, interpret):
-    given, out = refs[-2:]
+    given, there, out = refs[-3:]
     row, block = pl.program_id(0), pl.program_id(1)
     _, kv_heads, group, dim = given["q"].shape
     parts = kv_heads // each
@@ -330,6 +335,11 @@ def _block_logits(*refs, fmt, first, each, launch, interpret):
             ]
 
         alone = tiles(0) if stored <= chunk else None  # once for all heads
+
+        @pl.when(heads == 0)
+        def _():
+            one = jnp.ones(place.shape, there.dtype)
+            plt.store(there.at[row, first + block, place], one, mask=live)
 
         def of_head(head, nothing_else):
             def add(i, halves):
@@ -386,23 +396,24 @@ def _columns(count: int) -> int:
     return max(_COLUMNS, pl.next_power_of_2(count))
 
 
-def _block_sums(*refs, fmt, first, launch, exact, interpret):
+def _block_sums(*refs, fmt, first, size, launch, exact, interpret):
     given, out = refs[-2:]
     row, part, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
     width = _chunk(stored, fmt, launch)
     chunks = pl.cdiv(stored, width)
     block, begin = part // chunks, part % chunks * width
-    heads = given["weights"].shape[1]
-    lines = jnp.arange(_columns(heads))
-    real = (lines < heads)[:, None]
+    _, kv_heads, group, _ = given["weights"].shape
+    lines = jnp.arange(_columns(kv_heads * group))
+    head, member = lines[:, None] // group, lines[:, None] % group
+    real = head < kv_heads
     dtype = jnp.float32 if exact else jnp.bfloat16
 
     def add(i, sums):
         at = _, _, pos = _slots(
-            given, row, 2 * block + 1, share * SHARE + i * launch.tile, launch.tile
+            given, row, 2 * block + 1, share * size + i * launch.tile, launch.tile
         )
-        where = given["weights"].at[row, lines[:, None], pos[None]]
+        where = given["weights"].at[row, head, member, pos[None]]
         weights = plt.load(where, mask=real & (pos >= 0)[None], other=0)
         scale = _scale(given, at)
         weights = weights if scale is None else weights * scale[None]
@@ -415,10 +426,10 @@ def _block_sums(*refs, fmt, first, launch, exact, interpret):
             added.append(total if exact else total + _product(rest, x, exact, interpret))
         return tuple(added)
 
-    nothing = (jnp.zeros((_columns(heads), width), jnp.float32),) * planes
+    nothing = (jnp.zeros((len(lines), width), jnp.float32),) * planes
     components = begin + jnp.arange(width)
-    steps = SHARE // launch.tile
+    steps = pl.cdiv(_held(given, row, 2 * block + 1, share * size, size), launch.tile)
     for plane, total in enumerate(jax.lax.fori_loop(0, steps, add, nothing)):
         column = (block * planes + plane) * stored + components
-        to = out.at[row, first + share, lines[:, None], column[None]]
+        to = out.at[first + share, head, row, member, column[None]]
         plt.store(to, total, mask=real & (components < stored)[None])

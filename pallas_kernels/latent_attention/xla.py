@@ -73,10 +73,10 @@ def attend_by_position(
         live &= q_pos[:, None] - jnp.arange(span, dtype=jnp.int32)[None] < window
     weights, lse = _softmax(logits * scale, live[:, None], sinks)
 
-    sums = sums_of(weights, pools, tables, width)
-    sums = sums.reshape(*grouped.shape[:3], width)
-    back = values.back.reshape(width, -1, dim)
-    out = einsum_float32("bhgd,dhe->bhge", sums, back).reshape(q.shape)
+    # By KV heads first, as their products are made.
+    sums = sums_of(weights.reshape(*grouped.shape[:3], span), pools, tables, width)
+    back = values.back.astype(jnp.float32).reshape(width, -1, dim)
+    out = einsum_float32("hbgd,dhe->hbge", sums, back).swapaxes(0, 1).reshape(q.shape)
     if values.mean is not None:
         mean = jnp.repeat(values.mean.reshape(-1, dim), grouped.shape[2], 0)
         out += weights.sum(-1, keepdims=True) * mean[None]
@@ -102,16 +102,18 @@ def latent_logits(
 
 
 def latent_sums(
-    weights: Float[Array, "B Hq L"],
+    weights: Float[Array, "B Hkv G L"],
     pools: tuple[KVPages, ...],
     tables: tuple[Int[Array, "B _ _"], ...],
     width: int,
-) -> Float[Array, "B Hq d"]:
+) -> Float[Array, "Hkv B G d"]:
     """Components of values, summed by weights by position, in float32."""
+    rows, kv_heads, group, span = weights.shape
+    weights = weights.reshape(rows, -1, span)
     sums = jnp.zeros((*weights.shape[:2], width), jnp.float32)
     for pool, table in zip(pools, tables, strict=True):
         sums += _weighted(weights, pool, table, width)
-    return sums
+    return sums.reshape(rows, kv_heads, group, width).swapaxes(0, 1)
 
 
 def _read(pool: KVPages, pages: Int[Array, "B P"]) -> tuple[Array, Array]:
@@ -142,7 +144,7 @@ def _over_pages(table: Int[Array, "B N P"], page: int, visit, carry, *, side: in
 def _add_logits(logits, q, pool, table, keys: Basis, rotary: Rotary):
     width, channels = keys.back.shape
     count = blocks_of(pool, table, width)
-    back = keys.back.reshape(count, width // count, channels)
+    back = keys.back.astype(jnp.float32).reshape(count, width // count, channels)
 
     def visit(block, pages, logits):
         x, pos = _read(pool, pages)

@@ -30,7 +30,7 @@ def test_decode_chunk(h200, codec):
         decode_chunk, model, state, None, state.finite, steps=16, stop_ids=(1,), recipe=recipe
     )
     layers = state.cache.layers
-    kept = [(layer.pools, layer.spectra) for layer in layers]
+    kept = [(layer.pools, layer.coder) for layer in layers]
     assert copied(program, kept) == []
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
     assert program.aliased >= held
@@ -40,3 +40,7 @@ def test_decode_chunk(h200, codec):
     names = [launch.name for launch in program.launches]
     for name in ("latent_logits", "latent_values"):
         assert sum(launched.startswith(name) for launched in names) == len(pools)
+    first, second = (
+        at for at, name in enumerate(names) if name.startswith("latent_logits") and "__" not in name
+    )
+    assert second - first <= 26, names[first:second]  # of a layer

@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_token_does_not_depend_on_its_position(plain):
     seen = []
 
     def attend(q, k, v, sinks):
-        seen.append(cached.latents(layer.spectra, k, v, q.dtype))
+        seen.append(cached.latents(layer.coder, k, v, q.dtype))
         return q, None
 
     half = lm.config.head_dim // 2

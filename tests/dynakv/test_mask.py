@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.dynakv.mask import prefix, rank_of, soft_mask
+from kvjax.dynakv.mask import prefix, rank_of, rank_of_logits, soft_mask
 
 WIDTH = 24
 
@@ -58,6 +58,17 @@ def test_ranks_are_rounded_up(multiple):
     plain, rounded = rank_of(mask, 0.1), rank_of(mask, 0.1, multiple)
     whole = (np.asarray(rounded) % multiple == 0) | (np.asarray(rounded) == WIDTH)
     assert whole.all() and (rounded >= plain).all() and (rounded < plain + multiple).all()
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 5, 8, WIDTH])
+@pytest.mark.parametrize("tau", [0.0, 0.1, 0.5, 0.9])
+def test_ranks_without_a_mask_are_the_mask_s(tau, multiple):
+    for scale in (0.0, 1.0, 10.0):
+        z = logits(scale)
+        found = rank_of_logits(z, tau, multiple)
+        np.testing.assert_array_equal(found, rank_of(soft_mask(z), tau, multiple))
+    sure = jnp.where(jnp.arange(WIDTH) == 7, 0.0, -1e9)  # all of it on the eighth
+    assert rank_of_logits(sure, tau, multiple) == min(-(-8 // multiple) * multiple, WIDTH)
 
 
 def test_the_gradient_of_the_squared_rate_is_its_closed_form():

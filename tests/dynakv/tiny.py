@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 import kvjax
+from kvjax.dynakv import spectrum
 from kvjax.dynakv.forward import compressed_states
 from kvjax.dynakv.pca import spectra_of
 from kvjax.dynakv.settings import SpectralSettings
@@ -77,9 +78,4 @@ def run(model: Decoder, spectra: Spectra, ids, *, mode="hard", first_position=0)
 
 def with_settings(spectra: Spectra, **changes) -> Spectra:
     """The same arrays, used otherwise."""
-    copy = nnx.clone(spectra)
-    settings = dataclasses.replace(spectra.settings, **changes)
-    copy.settings = settings
-    for layer in copy.layers:
-        layer.keys.settings = layer.values.settings = settings
-    return copy
+    return spectrum.with_settings(spectra, dataclasses.replace(spectra.settings, **changes))

@@ -102,10 +102,12 @@ def test_a_model_in_bfloat16_is_multiplied_so(case):
 def test_sums_of_values_in_bfloat16_lose_nothing():
     """A weight is two bfloat16 numbers, and a component is one: as exact as 16 bits."""
     arguments, (_, live) = problem(Case(tokens=(40, 9), blocks=(1, 4), page=4, dtype="bfloat16"))
-    weights = np.random.default_rng(7).uniform(size=(2, 4, 64)) * np.stack(live)[:, None]
+    weights = np.random.default_rng(7).uniform(size=(2, 2, 2, 64))
+    weights *= np.stack(live)[:, None, None]
     given = jnp.asarray(weights, jnp.float32), arguments["pools"], arguments["tables"], 32
-    found = triton.latent_sums(*given, interpret=True)
-    np.testing.assert_allclose(found, xla.latent_sums(*given), rtol=0, atol=1e-4)
+    for share in (triton.SHARE, 16):  # of 40 tokens
+        found = triton.latent_sums(*given, share=share, interpret=True)
+        np.testing.assert_allclose(found, xla.latent_sums(*given), rtol=0, atol=1e-4)
 
 
 @implementations

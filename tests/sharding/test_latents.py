@@ -11,6 +11,7 @@ import kvjax
 from kvjax.compare import compare
 from kvjax.compress.selectors import SnapKV
 from kvjax.dynakv.cached import latents, rebuilt
+from kvjax.dynakv.coder import Coder
 from kvjax.dynakv.pca import spectra_of
 from kvjax.dynakv.settings import SpectralSettings
 from kvjax.sharding import groups, on, per_shard
@@ -72,19 +73,19 @@ def test_a_device_rebuilds_its_own_heads():
     """Out of latents that all devices have, to which each gives its own heads."""
     model = tiny("llama", 2)
     config, rng = model.config, np.random.default_rng(0)
-    spectrum = spectra(centre="mean").layers[0]
+    coder = Coder.of(spectra(centre="mean").layers[0], jnp.float32)
     shape = (2, 5, config.num_kv_heads, config.head_dim)
     k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     pos = jnp.asarray(rng.integers(0, 99, shape[:2]), jnp.int32)
 
-    def through(spectra, asked, pos):  # named as what is spread by heads
-        latent = latents(spectra, *asked, jnp.float32)
-        return {"asked": rebuilt(spectra, latent, pos, config), "latent": latent}
+    def through(coder, asked, pos):  # named as what is spread by heads
+        latent = latents(coder, *asked, jnp.float32)
+        return {"asked": rebuilt(coder, latent, pos, config), "latent": latent}
 
-    alone = through(spectrum, (k, v), pos)
+    alone = through(coder, (k, v), pos)
     [group] = groups(lm(2))
     with on(group.mesh):
-        spread = jax.jit(per_shard(through))(spectrum, (k, v), pos)
+        spread = jax.jit(per_shard(through))(coder, (k, v), pos)
     for mine, own in zip(*map(jax.tree.leaves, (spread, alone)), strict=True):
         np.testing.assert_allclose(mine, own, rtol=1e-5, atol=1e-5)
     parts = [np.asarray(shard.data) for shard in spread["latent"].addressable_shards]
