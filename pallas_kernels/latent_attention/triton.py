@@ -1,10 +1,10 @@
 """``latent_attention`` as two Pallas-Triton kernels: blocks of keys to logits, blocks of values to
 sums.
 
-A program takes one block of one row and some of its slots. Keys are rebuilt, turned and multiplied
-by the queries in registers, one KV head after the other, and of a slot its logits alone are stored,
-at its position, so that XLA adds up blocks that lie alike. Values are weighted as they lie. Nothing
-is gathered.
+A program takes one block of one row and some of its slots, of any of the pools. Keys are rebuilt,
+turned and multiplied by the queries in registers, one KV head after the other, and of a slot its
+logits alone are stored, at its position, so that XLA adds up blocks that lie alike. Values are
+weighted as they lie. Nothing is gathered.
 
 Queries in bfloat16 are multiplied with bases and keys in bfloat16, and latents in bfloat16 or codes
 as they are; sums are float32. Queries or latents in float32 stay as exact as that.
@@ -12,6 +12,8 @@ as they are; sums are float32. Queries or latents in float32 stay as exact as th
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -124,42 +126,46 @@ def latent_logits(
     width = len(keys.back)
     counts = [blocks_of(pool, table, width) for pool, table in zip(pools, tables, strict=True)]
     starts = [sum(counts[:i]) for i in range(len(counts))]
+    exact = _exact(q, pools)
+    launch = launch or LAUNCHES[exact]
+    dtype = jnp.float32 if exact else jnp.bfloat16
     angles = jnp.arange(span, dtype=jnp.float32)[:, None] * rotary.frequencies[None]
-    turn = {"cos": jnp.cos(angles) * rotary.factor, "sin": jnp.sin(angles) * rotary.factor}
-    size = (rows, sum(counts), kv_heads * group, span)
-    # Of a block that a token does not have, nothing is stored.
-    found = (jnp.zeros((rows, sum(counts), span), jnp.int8),)
-    for pool, table, start in zip(pools, tables, starts, strict=True):
-        exact = _exact(q, pool)
-        own = launch or LAUNCHES[exact]
+    shared = {
+        "q": q.astype(dtype),
+        "back": keys.back.astype(dtype),
+        "cos": jnp.cos(angles) * rotary.factor,
+        "sin": jnp.sin(angles) * rotary.factor,
+    }
+    shared |= {} if keys.mean is None else {"mean": keys.mean}
+    bodies = []
+    for pool, table, count, start in zip(pools, tables, counts, starts, strict=True):
         slots = table.shape[2] * pool.page_size
+        own = dataclasses.replace(launch, tile=min(launch.tile, max(16, pl.next_power_of_2(slots))))
         each = 1 if slots <= FEW else kv_heads
-        tile = min(own.tile, max(16, pl.next_power_of_2(slots)))
-        dtype = jnp.float32 if exact else jnp.bfloat16
-        given = {"q": q.astype(dtype), "back": keys.back.astype(dtype), "mean": keys.mean, **turn}
-        given = _stored(pool, table) | {k: x for k, x in given.items() if x is not None}
-        found = pl.pallas_call(
-            functools.partial(
-                _block_logits,
-                fmt=pool.k_format,
-                first=start,
-                each=each,
-                launch=dataclasses.replace(own, tile=tile),
-                interpret=interpret,
-            ),
-            grid=(rows, blocks_of(pool, table, width), pl.cdiv(slots, tile) * (kv_heads // each)),
-            in_specs=_whole([*found, given]),
-            out_specs=_whole([0, 0]),
-            out_shape=[
-                jax.ShapeDtypeStruct(found[0].shape, jnp.int8),
-                jax.ShapeDtypeStruct(size, jnp.float32),
-            ],
-            input_output_aliases={i: i for i, _ in enumerate(found)},
-            compiler_params=plt.CompilerParams(num_warps=own.num_warps, num_stages=own.num_stages),
+        cut = count, pl.cdiv(slots, own.tile), kv_heads // each
+        body = functools.partial(
+            _block_logits,
+            fmt=pool.k_format,
+            first=start,
+            each=each,
+            launch=own,
             interpret=interpret,
-            name="latent_logits",
-        )(*found, given)
-    there, parts = found[0] != 0, found[1]
+        )
+        bodies.append((cut, body))
+    # Of a block that a token does not have, nothing is stored.
+    marks = jnp.zeros((rows, sum(counts), span), jnp.int8)
+    there, parts = _launched(
+        bodies,
+        marks,
+        shared,
+        pools,
+        tables,
+        out=[marks, jax.ShapeDtypeStruct((rows, sum(counts), kv_heads * group, span), jnp.float32)],
+        launch=launch,
+        interpret=interpret,
+        name="latent_logits",
+    )
+    there = there != 0
     logits = functools.reduce(
         jnp.add, (jnp.where(there[:, i, None], parts[:, i], 0.0) for i in range(sum(counts)))
     )
@@ -181,37 +187,88 @@ def latent_sums(
         share: slots that a program adds up, a power of two, 16 at least.
     """
     rows, kv_heads, group, _ = weights.shape
-    shares = [pl.cdiv(table.shape[2] * pool.page_size, share)
-              for pool, table in zip(pools, tables, strict=True)]  # fmt: skip
-    size = (sum(shares), kv_heads, rows, group, width)
-    found = ()
-    for index, (pool, table) in enumerate(zip(pools, tables, strict=True)):
-        exact = _exact(None, pool)
-        launch = dataclasses.replace(VALUES[exact], tile=min(VALUES[exact].tile, share))
-        given = _stored(pool, table) | {"weights": weights}
-        parts = pl.cdiv(pool.k.shape[2], _chunk(pool.k.shape[2], pool.k_format, launch))
-        found = pl.pallas_call(
-            functools.partial(
-                _block_sums,
-                fmt=pool.k_format,
-                first=sum(shares[:index]),
-                size=share,
-                launch=launch,
-                exact=exact,
-                interpret=interpret,
-            ),
-            grid=(rows, blocks_of(pool, table, width) * parts, shares[index]),
-            in_specs=_whole([*found, given]),
-            out_specs=_whole([0]),
-            out_shape=[jax.ShapeDtypeStruct(size, jnp.float32)],
-            input_output_aliases={i: i for i, _ in enumerate(found)},
-            compiler_params=plt.CompilerParams(
-                num_warps=launch.num_warps, num_stages=launch.num_stages
-            ),
+    exact = _exact(None, pools)
+    launch = dataclasses.replace(VALUES[exact], tile=min(VALUES[exact].tile, share))
+    bodies, shares = [], 0
+    for pool, table in zip(pools, tables, strict=True):
+        stored = pool.k.shape[2]
+        parts = pl.cdiv(stored, _chunk(stored, pool.k_format, launch))
+        cut = blocks_of(pool, table, width), parts, pl.cdiv(table.shape[2] * pool.page_size, share)
+        body = functools.partial(
+            _block_sums,
+            fmt=pool.k_format,
+            first=shares,
+            size=share,
+            launch=launch,
+            exact=exact,
             interpret=interpret,
-            name="latent_values",
-        )(*found, given)
-    return found[0].sum(0)
+        )
+        bodies.append((cut, body))
+        shares += cut[2]
+    (sums,) = _launched(
+        bodies,
+        None,
+        {"weights": weights},
+        pools,
+        tables,
+        out=[jax.ShapeDtypeStruct((shares, kv_heads, rows, group, width), jnp.float32)],
+        launch=launch,
+        interpret=interpret,
+        name="latent_values",
+    )
+    return sums.sum(0)
+
+
+def _launched(
+    bodies: list[tuple[tuple[int, int, int], Callable]],
+    changed: Array | None,
+    shared: dict[str, Array],
+    pools: tuple[KVPages, ...],
+    tables: tuple[Int[Array, "B _ _"], ...],
+    *,
+    out: list,
+    launch: Launch,
+    interpret: bool,
+    name: str,
+) -> tuple[Array, ...]:
+    """All pools' programs in one launch.
+
+    Args:
+        bodies: of each pool, how many blocks, parts and further parts its programs are cut into,
+            and what one of them does, called with its row, its three numbers, what it reads, and
+            ``out``.
+        changed: what the first of the results is made of, in place.
+        shared: what all of them read.
+        out: shapes of the results.
+    """
+    stored = [_stored(pool, table) for pool, table in zip(pools, tables, strict=True)]
+    first = () if changed is None else (changed,)
+    totals = [math.prod(cut) for cut, _ in bodies]
+
+    def program(*refs):
+        shared, stored, *results = refs[len(first) :]
+        number, row = pl.program_id(0), pl.program_id(1)
+        for index, (cut, body) in enumerate(bodies):
+            own = number - sum(totals[:index])
+
+            @pl.when((own >= 0) & (own < totals[index]))
+            def _(own=own, cut=cut, body=body, given=shared | stored[index]):
+                block, rest = own // (cut[1] * cut[2]), own % (cut[1] * cut[2])
+                body(row, block, rest // cut[2], rest % cut[2], given, *results)
+
+    return pl.pallas_call(
+        program,
+        grid=(sum(totals), len(tables[0])),
+        in_specs=_whole([*first, shared, stored]),
+        out_specs=_whole([0] * len(out)),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out],
+        input_output_aliases={i: i for i, _ in enumerate(first)},
+        compiler_params=plt.CompilerParams(
+            num_warps=launch.num_warps, num_stages=launch.num_stages
+        ),
+        interpret=interpret,
+        name=name,
+    )(*first, shared, stored)
 
 
 def _whole(tree):
@@ -219,9 +276,11 @@ def _whole(tree):
     return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), tree)
 
 
-def _exact(q: Array | None, pool: KVPages) -> bool:
+def _exact(q: Array | None, pools: tuple[KVPages, ...]) -> bool:
     """Whether products have to be as exact as float32."""
-    return (q is not None and q.dtype != jnp.bfloat16) or pool.k.dtype == jnp.float32
+    return (q is not None and q.dtype != jnp.bfloat16) or any(
+        pool.k.dtype == jnp.float32 for pool in pools
+    )
 
 
 def _product(a, b, exact: bool, interpret: bool):
@@ -300,12 +359,11 @@ def _scale(given, at):
     return plt.load(where, mask=pos >= 0, other=0).astype(jnp.float32)
 
 
-def _block_logits(*refs, fmt, first, each, launch, interpret):
-    given, there, out = refs[-3:]
-    row, block = pl.program_id(0), pl.program_id(1)
-    _, kv_heads, group, dim = given["q"].shape
-    parts = kv_heads // each
-    tile, heads = pl.program_id(2) // parts, pl.program_id(2) % parts * each
+def _block_logits(
+    row, block, tile, part, given, there, out, *, fmt, first, each, launch, interpret
+):
+    heads = part * each
+    _, _, group, dim = given["q"].shape
     at = pages, _, pos = _slots(given, row, 2 * block, tile * launch.tile, launch.tile)
     half, wide = dim // 2, max(16, pl.next_power_of_2(dim // 2))
     channels, members = jnp.arange(wide), jnp.arange(_columns(group))
@@ -396,13 +454,10 @@ def _columns(count: int) -> int:
     return max(_COLUMNS, pl.next_power_of_2(count))
 
 
-def _block_sums(*refs, fmt, first, size, launch, exact, interpret):
-    given, out = refs[-2:]
-    row, part, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+def _block_sums(row, block, part, share, given, out, *, fmt, first, size, launch, exact, interpret):
     stored, planes = given["x"].shape[2], PER_BYTE.get(fmt, 1)
     width = _chunk(stored, fmt, launch)
-    chunks = pl.cdiv(stored, width)
-    block, begin = part // chunks, part % chunks * width
+    begin = part * width
     _, kv_heads, group, _ = given["weights"].shape
     lines = jnp.arange(_columns(kv_heads * group))
     head, member = lines[:, None] // group, lines[:, None] % group

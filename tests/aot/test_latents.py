@@ -22,7 +22,7 @@ RECIPE = Recipe("dynakv", projector=PROJECTOR, page_size=16)
 
 @pytest.mark.parametrize("codec", ["bf16", "int4"])
 def test_decode_chunk(h200, codec):
-    """Two launches for each pool of a layer; nothing of a cache's size is copied or gathered."""
+    """Two launches for all pools of a layer; nothing of a cache's size is copied or gathered."""
     recipe = dataclasses.replace(RECIPE, codec=codec)
     state = state_of(recipe)
     model = nnx.eval_shape(lambda: Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -39,8 +39,6 @@ def test_decode_chunk(h200, codec):
     assert gathered(program, frozenset(pool.k.size for pool in pools)) == []
     names = [launch.name for launch in program.launches]
     for name in ("latent_logits", "latent_values"):
-        assert sum(launched.startswith(name) for launched in names) == len(pools)
-    first, second = (
-        at for at, name in enumerate(names) if name.startswith("latent_logits") and "__" not in name
-    )
-    assert second - first <= 26, names[first:second]  # of a layer
+        assert sum(launched.startswith(name) for launched in names) == len(layers)
+    first, second = (at for at, name in enumerate(names) if name.startswith("latent_logits"))
+    assert second - first <= 22, names[first:second]  # of a layer
