@@ -8,6 +8,7 @@ set -uo pipefail
 PYTHON=${PYTHON:-python3}
 OUT=$1
 shift
+METHODS=${METHODS:-full uniform rkv rkv-gathered thinkv} # that decode is timed with
 PARTS=${*:-launches tests sanitizer kernels decode latents thinkv tam training scale}
 mkdir -p "$OUT"
 failed=0
@@ -44,7 +45,7 @@ for part in $PARTS; do
         ;;
     decode) # each in a process of its own, so that its peak of memory is its own
         export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
-        for method in full uniform rkv rkv-gathered thinkv; do
+        for method in $METHODS; do
             bench decode 900 bench_decode --context 32000 --budget 1024 --repeats 3 \
                 --methods "$method" --batch 1 8 32 128 256 0 --out "$OUT/decode_$method.json"
         done

@@ -28,8 +28,11 @@ def empty_cache(lm: LanguageModel, geometry: Geometry) -> KVCache:
     )
     coders = None
     if geometry.projector is not None:
-        layers = read_spectra(geometry.projector, lm).layers
-        coders = [Coder.of(layer, geometry.dtype) for layer in layers]
+        spectra = read_spectra(geometry.projector, lm)
+        coders = [Coder.of(layer, geometry.dtype) for layer in spectra.layers]
+        # Pools are planned to have what these take, and modules refer to themselves.
+        for array in jax.tree.leaves(spectra):
+            array.delete()
     bases = key_bases(lm) if based else None
     cache = (
         init_cache(geometry, bases, coders)

@@ -27,7 +27,7 @@ def rank_of(mask: Float[Array, "*B d"], tau: float, multiple: int = 1) -> Int[Ar
 
 
 def rank_of_logits(logits: Float[Array, "*B d"], tau: float, multiple: int = 1) -> Int[Array, "*B"]:
-    """``rank_of(soft_mask(logits), tau, multiple)``, without the mask.
+    """``rank_of(soft_mask(logits), tau, multiple)``, without the mask, but for ties with ``tau``.
 
     Masks fall from component to component, so that a multiple is kept if its first one is.
     """

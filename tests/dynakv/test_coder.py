@@ -46,6 +46,21 @@ def test_it_stores_and_rebuilds_what_bases_and_gates_do(case, multiple):
     assert (len(np.unique(ranks)) > 2) == case.startswith("token")
 
 
+def test_a_model_in_bfloat16_has_its_keys_rebuilt_in_it():
+    """By a rounded matrix, and values by an exact one; components and ranks are float32's."""
+    config = tiny("llama", 1).config
+    layer = spectra(layers=1, centre="mean").layers[0]
+    exact, coder = (Coder.of(layer, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert coder.keys.back.dtype == jnp.bfloat16 and coder.values.back.dtype == jnp.float32
+    x = np.random.default_rng(2).standard_normal((2, 1, 9, WIDTH)).astype(np.float32)
+    latent = exact.latents(jnp.asarray(x))
+    np.testing.assert_array_equal(coder.latents(jnp.asarray(x)), latent)
+    latent, pos = jnp.moveaxis(latent, 0, 2), jnp.arange(9, dtype=jnp.int32)[None]
+    (k, v), (rounded, same) = (rebuilt(own, latent, pos, config) for own in (exact, coder))
+    np.testing.assert_array_equal(v, same)
+    assert 0 < np.abs(k - rounded).max() < 2**-8 * np.abs(k).max()
+
+
 def test_matrices_are_arrays_of_their_own():
     """A cache is donated, and what an adapter was read into is not."""
     layer = spectra(layers=1, centre="mean", inverse="free").layers[0]

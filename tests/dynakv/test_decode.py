@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache import held_latents
 from kvjax.decoding import report
+from kvjax.decoding.empty import empty_cache
 from kvjax.decoding.report import BytesLog
 from kvjax.dynakv import cached
 from kvjax.dynakv.adapter import Adapter, save_adapter
@@ -170,6 +172,16 @@ def test_a_row_that_needs_more_than_its_room_keeps_every_first_block(tmp_path):
         beside[1 - row] = 5
         again, _ = forced(lm, recipe, beside)
         np.testing.assert_array_equal(again[row], together[row])
+
+
+def test_an_adapter_leaves_the_device_when_the_cache_has_its_matrices(tmp_path):
+    lm, found = tiny("llama", 2), spectra()
+    recipe = kvjax.recipes.dynakv(saved(tmp_path, found, lm), **OPTIONS)
+    geometry = planned(lm, recipe).geometry
+    before = {id(array) for array in jax.live_arrays()}
+    cache = empty_cache(lm, geometry)
+    left = sum(array.nbytes for array in jax.live_arrays() if id(array) not in before)
+    assert left == cache.nbytes() == geometry.nbytes
 
 
 def test_room_is_made_for_what_was_measured(tmp_path):

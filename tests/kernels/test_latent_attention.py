@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import latent_attention
+from pallas_kernels import SCRATCH_PAGE, latent_attention
 from pallas_kernels.latent_attention import triton, xla
 from pallas_kernels.latent_attention.layout import blocks_of
 from pallas_kernels.latent_attention.reference import latent_attention_reference
@@ -91,8 +91,10 @@ def test_a_model_in_bfloat16_is_multiplied_so(case):
         for name in ("keys", "values")
     }
     arguments |= bases
-    out, lse = IMPLEMENTATIONS["triton"](**arguments, scale=0.05, span=case.span)
     wanted, sums = expected(case, arguments, dense, scale=0.05)
+    back = arguments["keys"].back.astype(jnp.bfloat16)
+    arguments["keys"] = dataclasses.replace(arguments["keys"], back=back)
+    out, lse = IMPLEMENTATIONS["triton"](**arguments, scale=0.05, span=case.span)
     there = np.asarray(case.tokens) > 0
     np.testing.assert_allclose(lse[there], sums[there], rtol=0, atol=2e-3)
     assert not np.any(out[~there])
@@ -108,6 +110,24 @@ def test_sums_of_values_in_bfloat16_lose_nothing():
     for share in (triton.SHARE, 16):  # of 40 tokens
         found = triton.latent_sums(*given, share=share, interpret=True)
         np.testing.assert_allclose(found, xla.latent_sums(*given), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("page", "share"), [(64, 16), (16, 32), (1, 64)])
+def test_shares_of_values_may_be_smaller_than_pages(page, share):
+    """And tables may have pages that are none between others."""
+    case = Case(tokens=(50, 0, 3), blocks=(1, 4), page=page, seed=8)
+    arguments, (_, live) = problem(case)
+    tables = [
+        jnp.stack([jnp.full_like(table, SCRATCH_PAGE), table], -1).reshape(*table.shape[:2], -1)
+        for table in arguments["tables"]
+    ]
+    weights = np.random.default_rng(7).uniform(size=(3, 2, 2, 64))
+    weights = jnp.asarray(weights * np.stack(live)[:, None, None], jnp.float32)
+    found = triton.latent_sums(
+        weights, arguments["pools"], tuple(tables), 32, share=share, interpret=True
+    )
+    wanted = xla.latent_sums(weights, arguments["pools"], arguments["tables"], 32)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
 
 
 @implementations
