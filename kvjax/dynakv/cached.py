@@ -9,13 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import LayerCache
 from kvjax.dynakv.coder import Coder
-from kvjax.dynakv.product import product
 from kvjax.models.attention import NEG_INF, biased_attention, merge
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import inverse_frequencies, rotate, rotation
 from kvjax.sharding.across import gathered
 from pallas_kernels import SCRATCH_PAGE, KVPages, latent_attention
-from pallas_kernels.latent_attention.layout import Basis, Rotary
+from pallas_kernels.latent_attention.layout import Rotary
 from pallas_kernels.read import plain_slot_keys
 
 SLOTS = 512
@@ -53,15 +52,10 @@ def rebuilt(
     """Float32 keys, rotated to their positions, and values: a device's own heads of them."""
     wide = latent.astype(jnp.float32)
     k, v = (
-        _rebuilt(basis, wide[:, :, side]).reshape(*pos.shape, -1, config.head_dim)
+        basis.rebuild(wide[:, :, side]).reshape(*pos.shape, -1, config.head_dim)
         for side, basis in enumerate(coder.bases())
     )
     return rotate(k, *rotation(pos, config.rope, config.head_dim)), v
-
-
-def _rebuilt(basis: Basis, latent: Float[Array, "B T d"]) -> Float[Array, "B T e"]:
-    x = product(latent, basis.back.astype(jnp.float32))
-    return x if basis.mean is None else x + basis.mean[None, None]
 
 
 def in_blocks(

@@ -11,6 +11,7 @@ go so far. Every token has the first block of both.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import KVPages
@@ -28,6 +29,11 @@ class Basis:
 
     back: Float[Array, "d e"]
     mean: Float[Array, " e"] | None = None
+
+    def rebuild(self, latent: Float[Array, "B T d"]) -> Float[Array, "B T e"]:
+        """Keys, not turned, or values out of float32 components, as exact as these."""
+        x = jnp.matmul(latent, self.back.astype(jnp.float32), precision="highest")
+        return x if self.mean is None else x + self.mean[None, None]
 
 
 @jax.tree_util.register_dataclass

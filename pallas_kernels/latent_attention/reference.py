@@ -34,7 +34,7 @@ def latent_attention_reference(
         live |= there
     kv_heads = keys.back.shape[1] // dim
     k, v = (
-        _rebuilt(latent, basis).reshape(rows, span, kv_heads, dim)
+        basis.rebuild(latent).reshape(rows, span, kv_heads, dim)
         for latent, basis in zip(latents, (keys, values), strict=True)
     )
     angles = jnp.arange(span, dtype=jnp.float32)[:, None] * rotary.frequencies[None]
@@ -54,11 +54,6 @@ def latent_attention_reference(
     weights = jnp.exp(logits - jnp.maximum(lse, -1e30)[..., None])[..., :span]
     out = jnp.einsum("bhgs,bshd->bhgd", weights, v, precision="highest")
     return out.reshape(q.shape), lse.reshape(rows, heads)
-
-
-def _rebuilt(latent: Array, basis: Basis) -> Array:
-    x = jnp.matmul(latent, basis.back.astype(jnp.float32), precision="highest")
-    return x if basis.mean is None else x + basis.mean[None, None]
 
 
 def _dense(pool: KVPages, table: Array, span: int, width: int) -> tuple[Array, Array]:

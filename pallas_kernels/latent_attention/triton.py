@@ -156,11 +156,11 @@ def latent_logits(
     marks = jnp.zeros((rows, sum(counts), span), jnp.int8)
     there, parts = _launched(
         bodies,
-        marks,
+        [marks],
         shared,
         pools,
         tables,
-        out=[marks, jax.ShapeDtypeStruct((rows, sum(counts), kv_heads * group, span), jnp.float32)],
+        out=(rows, sum(counts), kv_heads * group, span),
         launch=launch,
         interpret=interpret,
         name="latent_logits",
@@ -207,11 +207,11 @@ def latent_sums(
         shares += cut[2]
     (sums,) = _launched(
         bodies,
-        None,
+        [],
         {"weights": weights},
         pools,
         tables,
-        out=[jax.ShapeDtypeStruct((shares, kv_heads, rows, group, width), jnp.float32)],
+        out=(shares, kv_heads, rows, group, width),
         launch=launch,
         interpret=interpret,
         name="latent_values",
@@ -221,12 +221,12 @@ def latent_sums(
 
 def _launched(
     bodies: list[tuple[tuple[int, int, int], Callable]],
-    changed: Array | None,
+    changed: list[Array],
     shared: dict[str, Array],
     pools: tuple[KVPages, ...],
     tables: tuple[Int[Array, "B _ _"], ...],
     *,
-    out: list,
+    out: tuple[int, ...],
     launch: Launch,
     interpret: bool,
     name: str,
@@ -236,17 +236,16 @@ def _launched(
     Args:
         bodies: of each pool, how many blocks, parts and further parts its programs are cut into,
             and what one of them does, called with its row, its three numbers, what it reads, and
-            ``out``.
-        changed: what the first of the results is made of, in place.
+            the results.
+        changed: arrays that are changed in place, the first of the results.
         shared: what all of them read.
-        out: shapes of the results.
+        out: shape of the last result, which is new and float32.
     """
     stored = [_stored(pool, table) for pool, table in zip(pools, tables, strict=True)]
-    first = () if changed is None else (changed,)
     totals = [math.prod(cut) for cut, _ in bodies]
 
     def program(*refs):
-        shared, stored, *results = refs[len(first) :]
+        shared, stored, *results = refs[len(changed) :]
         number, row = pl.program_id(0), pl.program_id(1)
         for index, (cut, body) in enumerate(bodies):
             own = number - sum(totals[:index])
@@ -259,16 +258,19 @@ def _launched(
     return pl.pallas_call(
         program,
         grid=(sum(totals), len(tables[0])),
-        in_specs=_whole([*first, shared, stored]),
-        out_specs=_whole([0] * len(out)),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out],
-        input_output_aliases={i: i for i, _ in enumerate(first)},
+        in_specs=_whole([*changed, shared, stored]),
+        out_specs=_whole([*changed, 0]),
+        out_shape=[
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed),
+            jax.ShapeDtypeStruct(out, jnp.float32),
+        ],
+        input_output_aliases={i: i for i, _ in enumerate(changed)},
         compiler_params=plt.CompilerParams(
             num_warps=launch.num_warps, num_stages=launch.num_stages
         ),
         interpret=interpret,
         name=name,
-    )(*first, shared, stored)
+    )(*changed, shared, stored)
 
 
 def _whole(tree):
